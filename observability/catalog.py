@@ -1,0 +1,295 @@
+"""Every metric family that kvscope exports: name, kind, unit, labels, buckets, help. Pure data.
+
+Exporter, signals, recording rules, boards, alerts and the reference page are all made from this table, so a name can
+only be wrong in one place. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram", "info"]
+
+# -- label values ---------------------------------------------------------------------------------------------------
+
+#: States a request moves through; each second of its latency is spent in exactly one (telemetry/phases.py).
+STATES = ("queued", "kv_wait", "prefill", "decode", "preempted", "swapped")
+#: What the engine was doing during a second of its step loop; together they cover all of its time.
+COMPONENTS = (
+    "schedule", "kv_alloc", "kv_evict", "kv_move", "dequant",
+    "forward_prefill", "forward_decode", "sample", "emit", "idle",
+)  # fmt: skip
+#: Priority classes, highest first.
+CLASSES = ("interactive", "standard", "long_context")
+#: How a request can end. `stop` and `length` are successes.
+OUTCOMES = ("stop", "length", "abort", "error", "rejected")
+BLOCK_STATES = ("free", "evictable", "active")
+LAYOUTS = ("contiguous", "paged", "compressed")
+PREEMPTION_REASONS = ("kv_exhausted",)
+STEP_KINDS = ("prefill", "decode", "mixed")
+ANOMALIES = (
+    "negative_interval", "negative_increment", "missing_milestone", "milestone_order", "clock_step", "duplicate_finish",
+    "non_finite",
+)  # fmt: skip
+TIERS = ("device", "host")
+TENSORS = ("key", "value")
+
+# -- bucket plans (upper bounds, seconds unless said) ------------------------------------------------------------------
+
+
+def _log_spaced(low_exponent: int, high: float, low: float) -> tuple[float, ...]:
+    """Ten bounds a decade (the R10 preferred numbers, ISO 3) from `low` to `high`, each a short decimal."""
+    r10 = (1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0)
+    bounds = (float(f"{m * 10.0**e:.6g}") for e in range(low_exponent, 4) for m in r10)
+    return tuple(b for b in bounds if low <= b <= high)
+
+
+#: Extra bounds so that the region around an 800 ms objective is never one bucket.
+_AROUND_OBJECTIVE = (0.6, 0.7, 0.75, 0.85, 0.9, 0.95, 1.1, 1.2)
+
+LATENCY_BOUNDS = tuple(sorted({*_log_spaced(-3, 640.0, 0.001), 640.0, *_AROUND_OBJECTIVE}))
+ITL_BOUNDS = tuple(sorted({*_log_spaced(-4, 10.0, 0.0005), 20.0, 40.0, 80.0}))
+STEP_BOUNDS = tuple(sorted({*_log_spaced(-5, 10.0, 0.00005), 20.0, 40.0}))
+#: Lower bounds of the tail families: a series `gt="0.8"` counts requests slower than 0.8 s. "0" counts all.
+TAIL_BOUNDS = (
+    0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0,
+    12.5, 16.0, 20.0, 25.0, 31.5, 40.0, 50.0, 63.0, 80.0, 100.0, 160.0, 320.0, 640.0,
+)  # fmt: skip
+RELATIVE_ERROR_BOUNDS = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.016, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
+)  # fmt: skip
+
+#: Prompt-length buckets in tokens: lower bounds, upper bound excluded.
+LENGTH_BOUNDS = (0, 2048, 8192, 32768, 131072, 524288)
+LENGTH_BUCKETS = ("0-2K", "2K-8K", "8K-32K", "32K-128K", "128K-512K", "512K+")
+#: Address regions of the KV pool in the fragmentation heatmap. Zero-padded so that label order is address order.
+REGIONS = 32
+REGION_LABELS = tuple(f"{i:02d}" for i in range(REGIONS))
+#: Upper bounds, in blocks, of the free-run length distribution.
+FREE_RUN_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+
+
+def length_bucket(prompt_tokens: int) -> int:
+    """Index into LENGTH_BUCKETS of a prompt of `prompt_tokens` tokens."""
+    index = 0
+    for i, low in enumerate(LENGTH_BOUNDS):
+        if prompt_tokens >= low:
+            index = i
+    return index
+
+
+# -- families -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric family. `name` carries no `_total`; the exposition adds it to counters.
+
+    `labels` come in exposition order. `bounds` are a histogram's finite upper bounds (+Inf is implied).
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def series(self) -> str:
+        """The name a PromQL selector uses: `x_total` for a counter, `x_bucket` for a histogram, else `x`."""
+        suffix = {"counter": "_total", "histogram": "_bucket", "info": "_info"}.get(self.kind, "")
+        return self.name + suffix
+
+
+def _counter(name: str, unit: str, labels: tuple[str, ...], help: str) -> Family:
+    return Family(name, "counter", unit, labels, help)
+
+
+def _gauge(name: str, unit: str, labels: tuple[str, ...], help: str) -> Family:
+    return Family(name, "gauge", unit, labels, help)
+
+
+def _histogram(name: str, unit: str, labels: tuple[str, ...], help: str, bounds: tuple[float, ...]) -> Family:
+    return Family(name, "histogram", unit, labels, help, bounds)
+
+
+_M = ("model",)
+_MC = ("model", "class")
+_ML = ("model", "length_bucket")
+
+# Requests
+REQUESTS_RECEIVED = _counter(
+    "kvscope_requests_received", "requests", _MC, "Requests received, also those then rejected."
+)
+REQUESTS = _counter(
+    "kvscope_requests", "requests", ("model", "class", "outcome"),
+    "Requests ended, by outcome: stop or length (served), abort (client left), error, rejected (never queued). "
+    "received = ended + waiting + running.",
+)  # fmt: skip
+REQUEST_DURATION = _histogram(
+    "kvscope_request_duration_seconds", "seconds", _MC,
+    "From arrival to the last token of requests that ended by stop or length.", LATENCY_BOUNDS,
+)  # fmt: skip
+TIME_TO_FIRST_TOKEN = _histogram(
+    "kvscope_time_to_first_token_seconds", "seconds", _MC,
+    "From arrival to the first token, for every request that got one. Measured, not derived.", LATENCY_BOUNDS,
+)  # fmt: skip
+INTER_TOKEN_LATENCY = _histogram(
+    "kvscope_inter_token_latency_seconds", "seconds", _MC,
+    "Between one token and the next of a request; the first token is not included. One sample a token.", ITL_BOUNDS,
+)  # fmt: skip
+PROMPT_TOKENS = _counter(
+    "kvscope_prompt_tokens", "tokens", _MC, "Prompt tokens of requests whose prefill completed, cached ones included."
+)
+GENERATION_TOKENS = _counter("kvscope_generation_tokens", "tokens", _MC, "Tokens generated and handed to a client.")
+REQUESTS_RUNNING = _gauge("kvscope_requests_running", "requests", _MC, "Requests in prefill or decode. 0 when idle.")
+REQUESTS_WAITING = _gauge(
+    "kvscope_requests_waiting", "requests", _MC, "Requests queued, waiting for KV blocks, or preempted. 0 when idle."
+)
+PREEMPTIONS = _counter(
+    "kvscope_preemptions", "preemptions", ("model", "reason"), "Running requests put back in the queue."
+)
+
+# Where the time of requests went
+PHASE_SECONDS = _counter(
+    "kvscope_request_phase_seconds", "seconds", ("model", "state", "component", "gt"),
+    "Seconds that requests slower than `gt` seconds spent in a state while the engine did a component of its step. "
+    "gt=0 counts every served request. Divide by kvscope_request_phase_requests_total of the same gt for the mean make-up.",
+)  # fmt: skip
+PHASE_REQUESTS = _counter(
+    "kvscope_request_phase_requests", "requests", ("model", "gt"),
+    "Served requests slower than `gt` seconds; gt=0 counts all. Divisor of kvscope_request_phase_seconds_total.",
+)  # fmt: skip
+
+# Prefix cache
+KV_LOOKUPS = _counter(
+    "kvscope_kv_lookups", "lookups", _ML, "Prefix lookups: one a request, however often scheduling retries."
+)
+KV_QUERIED_TOKENS = _counter("kvscope_kv_queried_tokens", "tokens", _ML, "Prompt tokens looked up in the prefix cache.")
+KV_HITTABLE_TOKENS = _counter(
+    "kvscope_kv_hittable_tokens", "tokens", _ML,
+    "Prompt tokens that a perfect cache could have served: whole blocks, leaving one token to compute.",
+)  # fmt: skip
+KV_HIT_TOKENS = _counter(
+    "kvscope_kv_hit_tokens", "tokens", ("model", "length_bucket", "tier"), "Prompt tokens served from cache."
+)
+KV_RECOMPUTED_TOKENS = _counter(
+    "kvscope_kv_recomputed_tokens", "tokens", ("model", "reason"),
+    "Tokens computed again because their blocks were given up. Never part of hits or queries.",
+)  # fmt: skip
+
+# KV pool
+KV_BLOCKS = _gauge(
+    "kvscope_kv_blocks", "blocks", ("model", "state"),
+    "KV blocks by state: free, evictable (cached, in use by nobody), active (held by a request). Sums to the capacity.",
+)  # fmt: skip
+KV_LAYOUT_BLOCKS = _gauge(
+    "kvscope_kv_layout_blocks", "blocks", ("model", "layout"),
+    "Block table entries of running requests by layout; a shared block counts once a request.",
+)  # fmt: skip
+KV_CAPACITY_BLOCKS = _gauge("kvscope_kv_capacity_blocks", "blocks", _M, "KV blocks in the pool.")
+KV_BLOCK_SIZE = _gauge("kvscope_kv_block_size_tokens", "tokens", _M, "Tokens a KV block holds.")
+KV_BYTES = _gauge(
+    "kvscope_kv_bytes", "bytes", ("model", "kind"),
+    "KV memory: reserved (the pool), resident (blocks with content), active (blocks held by requests).",
+)  # fmt: skip
+KV_STORED_TOKENS = _gauge(
+    "kvscope_kv_stored_tokens", "tokens", _M, "Tokens stored in active blocks; a shared block counts once."
+)
+KV_LARGEST_FREE_RUN = _gauge(
+    "kvscope_kv_largest_free_run_blocks", "blocks", _M,
+    "Longest run of adjacent allocatable blocks (free or evictable). External fragmentation = 1 - this / allocatable.",
+)  # fmt: skip
+KV_FREE_RUNS = _gauge(
+    "kvscope_kv_free_runs",
+    "runs",
+    ("model", "le"),
+    "Runs of adjacent allocatable blocks of at most `le` blocks. Cumulative.",
+)
+KV_REGION_BLOCKS = _gauge(
+    "kvscope_kv_region_blocks",
+    "blocks",
+    ("model", "region", "state"),
+    "KV blocks by address region (32 equal parts) and state.",
+)
+KV_REGION_FREE_RUN = _gauge(
+    "kvscope_kv_region_largest_free_run_blocks", "blocks", ("model", "region"),
+    "Longest run of adjacent allocatable blocks inside an address region.",
+)  # fmt: skip
+KV_ALLOCATED_BLOCKS = _counter(
+    "kvscope_kv_allocated_blocks", "blocks", ("model", "layout"), "Blocks handed out, by layout of the taker."
+)
+KV_EVICTED_BLOCKS = _counter(
+    "kvscope_kv_evicted_blocks", "blocks", _M, "Cached blocks whose content was given up for another use."
+)
+KV_LAYOUT_FALLBACKS = _counter(
+    "kvscope_kv_layout_fallbacks",
+    "requests",
+    _M,
+    "Requests meant for a contiguous layout that found no adjacent block and went paged.",
+)
+
+# Quantization of stored KV, on sampled live blocks
+_Q = ("model", "tensor", "layer_group", "scheme")
+KV_QUANT_ERROR = _counter(
+    "kvscope_kv_quantization_squared_error",
+    "squared units",
+    _Q,
+    "Sum of squared (dequantized - exact) over sampled elements.",
+)
+KV_QUANT_SIGNAL = _counter(
+    "kvscope_kv_quantization_squared_signal", "squared units", _Q, "Sum of squared exact values over the same elements."
+)
+KV_QUANT_ELEMENTS = _counter(
+    "kvscope_kv_quantization_sampled_elements", "elements", _Q, "Elements sampled for the error measurement."
+)
+KV_QUANT_RELATIVE = _histogram(
+    "kvscope_kv_quantization_relative_error", "ratio", _Q,
+    "Relative RMS error sqrt(sum of squared error / sum of squared signal), one sample a measured block.", RELATIVE_ERROR_BOUNDS,
+)  # fmt: skip
+
+# Step loop
+STEP_SECONDS = _counter(
+    "kvscope_step_seconds",
+    "seconds",
+    ("model", "component"),
+    "The engine's time by step component; sums to its uptime.",
+)
+STEPS = _counter(
+    "kvscope_steps", "steps", ("model", "kind"), "Model steps by what they held: prefill, decode, or both (mixed)."
+)
+STEP_DURATION = _histogram(
+    "kvscope_step_duration_seconds", "seconds", ("model", "kind"), "Duration of one model step.", STEP_BOUNDS
+)
+STEP_TOKENS = _counter(
+    "kvscope_step_tokens",
+    "tokens",
+    ("model", "phase"),
+    "Tokens run through the model, prefill or decode, recomputation included.",
+)
+
+# The exporter about itself
+ENGINE = Family(
+    "kvscope_engine", "info", "", ("model", "executor", "clock", "device", "kv_dtype", "version"),
+    "Which engine feeds this exporter. clock=virtual marks simulated time.",
+)  # fmt: skip
+LAST_UPDATE = _gauge(
+    "kvscope_last_update_timestamp_seconds", "seconds", ("model", "source"),
+    "Unix time at which a source last wrote its values. An idle engine still writes.",
+)  # fmt: skip
+ANOMALIES_TOTAL = _counter(
+    "kvscope_telemetry_anomalies",
+    "events",
+    ("model", "reason"),
+    "Measurements refused or corrected, by reason. Should stay 0.",
+)
+LABEL_FOLDS = _counter(
+    "kvscope_label_folds", "events", ("label",), "Label values outside the bound set that were folded into `other`."
+)
+SCRAPE_SECONDS = _gauge("kvscope_scrape_render_seconds", "seconds", (), "Time the previous exposition took to render.")
+SCRAPE_SERIES = _gauge("kvscope_scrape_series", "series", (), "Series in the previous exposition.")
+
+FAMILIES: tuple[Family, ...] = tuple(v for v in dict(globals()).values() if isinstance(v, Family))
+BY_NAME: dict[str, Family] = {f.name: f for f in FAMILIES}

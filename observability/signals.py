@@ -1,0 +1,285 @@
+"""Every derived series (rates, ratios, quantiles), each defined once, as a small expression tree.
+
+A tree renders to PromQL (recording rules, boards, "show the query") and is evaluated on scrapes by the embedded store's
+recorder (store/evaluate.py) with the same meaning; a test holds both to the same numbers. Imports only the catalogue
+and the objectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from observability import catalog as c
+from observability.catalog import Family
+from observability.objectives import LATENCY_OBJECTIVES
+
+WINDOW_SECONDS = 300
+WINDOW = "5m"
+
+
+# -- expression nodes -----------------------------------------------------------------------------------------------
+
+
+Where = Mapping[str, str | tuple[str, ...]]
+
+
+def _selector(family: Family, where: Where) -> str:
+    match = ",".join(f'{k}="{v}"' if isinstance(v, str) else f'{k}=~"{"|".join(v)}"' for k, v in where.items())
+    return family.series + (f"{{{match}}}" if match else "")
+
+
+def _operand(node: Node) -> str:
+    """PromQL of `node`, in parentheses unless it binds tightest by itself."""
+    text = node.promql()
+    return text if isinstance(node, Gauge | Rate | Aggregate | Quantile | Sqrt) else f"({text})"
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The newest value of each series of a gauge family."""
+
+    family: Family
+    where: Where = field(default_factory=dict)
+
+    def promql(self) -> str:
+        return _selector(self.family, self.where)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Per-second increase over WINDOW of each series of a counter, or of each bucket of a histogram."""
+
+    family: Family
+    where: Where = field(default_factory=dict)
+
+    def promql(self) -> str:
+        return f"rate({_selector(self.family, self.where)}[{WINDOW}])"
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """`sum`, `max` or `min` over series, keeping the labels `by`."""
+
+    op: Literal["sum", "max", "min"]
+    of: Node
+    by: tuple[str, ...]
+
+    def promql(self) -> str:
+        return f"{self.op} by ({', '.join(self.by)}) ({self.of.promql()})"
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """histogram_quantile: linear inside a bucket, the highest finite bound when the quantile falls in +Inf."""
+
+    q: float
+    of: Node  # rates of buckets, `le` kept
+
+    def promql(self) -> str:
+        return f"histogram_quantile({self.q:g}, {self.of.promql()})"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """`top` / `bottom`, matched on the labels of `bottom`, which must be a subset of those of `top`. 0 / 0 is absent."""
+
+    top: Node
+    bottom: Node
+    on: tuple[str, ...]
+
+    def promql(self) -> str:
+        return f"{_operand(self.top)} / on ({', '.join(self.on)}) group_left () {_operand(self.bottom)}"
+
+
+@dataclass(frozen=True)
+class OneMinus:
+    of: Node
+
+    def promql(self) -> str:
+        return f"1 - {_operand(self.of)}"
+
+
+@dataclass(frozen=True)
+class Sqrt:
+    of: Node
+
+    def promql(self) -> str:
+        return f"sqrt({self.of.promql()})"
+
+
+@dataclass(frozen=True)
+class Product:
+    """`left` * `right`, matched on `on`; `right` has exactly these labels."""
+
+    left: Node
+    right: Node
+    on: tuple[str, ...]
+
+    def promql(self) -> str:
+        return f"{_operand(self.left)} * on ({', '.join(self.on)}) group_left () {_operand(self.right)}"
+
+
+@dataclass(frozen=True)
+class Age:
+    """Seconds between the evaluation time and a timestamp gauge."""
+
+    of: Node
+
+    def promql(self) -> str:
+        return f"time() - {_operand(self.of)}"
+
+
+@dataclass(frozen=True)
+class TailMean:
+    """Mean seconds by state and component of the slowest requests: the tightest latency bound that still holds at
+    least the slowest 1 - q of the served requests (kvscope_request_phase_*; exact within TAIL_BOUNDS).
+
+    The sum over all `by` labels beyond `model` is the mean latency of those requests.
+    """
+
+    q: float
+    by: tuple[str, ...]
+
+    def promql(self) -> str:
+        seconds = f"sum by ({', '.join((*self.by, 'gt'))}) (rate({c.PHASE_SECONDS.series}[{WINDOW}]))"
+        requests = f"sum by (model, gt) (rate({c.PHASE_REQUESTS.series}[{WINDOW}]))"
+        everyone = f'sum by (model) (rate({c.PHASE_REQUESTS.series}{{gt="0"}}[{WINDOW}]))'
+        share = f"{requests} / on (model) group_left () {everyone}"
+        tail = f"{requests} and on (model, gt) bottomk by (model) (1, ({share}) >= {1 - self.q:.6g})"
+        return f"sum by ({', '.join(self.by)}) ({seconds} / on (model, gt) group_left () ({tail}))"
+
+
+Node = Gauge | Rate | Aggregate | Quantile | Ratio | OneMinus | Sqrt | Product | Age | TailMean
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One recorded series: `level:metric:operation`, labels `by` left, in `unit`, within `bounds`."""
+
+    name: str
+    title: str
+    unit: Literal[
+        "seconds", "ratio", "requests/s", "tokens/s", "blocks/s", "requests", "blocks", "bytes", "tokens", "1/s"
+    ]
+    expr: Node
+    by: tuple[str, ...]
+    bounds: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def promql(self) -> str:
+        return self.expr.promql()
+
+
+def _sum(node: Node, *by: str) -> Aggregate:
+    return Aggregate("sum", node, by)
+
+
+def _rate(family: Family, *by: str, **where: str) -> Aggregate:
+    return _sum(Rate(family, where), *by)
+
+
+def _quantile(family: Family, q: float, *by: str) -> Quantile:
+    return Quantile(q, _rate(family, *by, "le"))
+
+
+M = ("model",)
+ML = ("model", "length_bucket")
+MR = ("model", "region")
+MP = ("model", "component")
+MQ = ("model", "tensor", "layer_group", "scheme")
+QUANTILES = (0.5, 0.9, 0.99)
+UNIT = (0.0, 1.0)
+
+
+def _percent(q: float) -> str:
+    return f"p{q * 100:g}".replace(".", "_")
+
+
+def _latency_signals() -> list[Signal]:
+    out = []
+    for objective in LATENCY_OBJECTIVES:
+        family, short = objective.family, objective.family.name
+        for q in QUANTILES:
+            name, title = f"model:{short}:{_percent(q)}_5m", f"{objective.title} {_percent(q)}"
+            out.append(Signal(name, title, "seconds", _quantile(family, q, "model"), M))
+        good = _rate(family, "model", le=str(float(objective.threshold_seconds)))
+        total = _rate(family, "model", le="+Inf")
+        out.append(
+            Signal(
+                f"model:{short}:error_ratio_rate5m",
+                f"Share of {objective.title.lower()} over {objective.threshold_seconds:g} s",
+                "ratio", OneMinus(Ratio(good, total, M)), M, UNIT,
+            )
+        )  # fmt: skip
+        overflow = OneMinus(Ratio(_rate(family, "model", le=str(float(family.bounds[-1]))), total, M))
+        out.append(Signal(f"model:{short}:overflow_ratio_rate5m", f"{objective.title}: share above the top bucket bound", "ratio", overflow, M, UNIT))  # fmt: skip
+    return out
+
+
+def _makeup_signals() -> list[Signal]:
+    return [
+        Signal(
+            f"model_state_component:kvscope_request_phase_seconds:{_percent(q)}_tail_mean5m",
+            f"Mean make-up of the slowest {(1 - q) * 100:g} % of requests",
+            "seconds", TailMean(q, ("model", "state", "component")), ("model", "state", "component"),
+        )
+        for q in QUANTILES
+    ]  # fmt: skip
+
+
+_FREE = {"state": ("free", "evictable")}  # allocatable: what external fragmentation is measured over
+_hit = _rate(c.KV_HIT_TOKENS, *ML)
+_active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
+_capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS), "model")
+
+SIGNALS: tuple[Signal, ...] = (
+    Signal("model:kvscope_requests_received:rate5m", "Requests per second", "requests/s", _rate(c.REQUESTS_RECEIVED, "model"), M),
+    Signal("model_outcome:kvscope_requests:rate5m", "Ended requests by outcome", "requests/s", _rate(c.REQUESTS, "model", "outcome"), ("model", "outcome")),
+    Signal("model:kvscope_prompt_tokens:rate5m", "Prompt tokens per second", "tokens/s", _rate(c.PROMPT_TOKENS, "model"), M),
+    Signal("model:kvscope_generation_tokens:rate5m", "Generated tokens per second", "tokens/s", _rate(c.GENERATION_TOKENS, "model"), M),
+    Signal("model:kvscope_requests_running:sum", "Requests running", "requests", _sum(Gauge(c.REQUESTS_RUNNING), "model"), M),
+    Signal("model:kvscope_requests_waiting:sum", "Requests waiting", "requests", _sum(Gauge(c.REQUESTS_WAITING), "model"), M),
+    Signal("model:kvscope_preemptions:rate5m", "Preemptions per second", "1/s", _rate(c.PREEMPTIONS, "model"), M),
+    *_latency_signals(),
+    *_makeup_signals(),
+    Signal("model:kvscope_kv_hit:ratio_rate5m", "KV hit rate", "ratio", Ratio(_rate(c.KV_HIT_TOKENS, "model"), _rate(c.KV_QUERIED_TOKENS, "model"), M), M, UNIT),
+    Signal("model_length_bucket:kvscope_kv_hit:ratio_rate5m", "KV hit rate by prompt length", "ratio", Ratio(_hit, _rate(c.KV_QUERIED_TOKENS, *ML), ML), ML, UNIT),
+    Signal("model_length_bucket:kvscope_kv_hit_of_hittable:ratio_rate5m", "KV hit rate of hittable tokens", "ratio", Ratio(_hit, _rate(c.KV_HITTABLE_TOKENS, *ML), ML), ML, UNIT),
+    Signal("model_length_bucket:kvscope_kv_queried_tokens:rate5m", "Prompt tokens looked up per second", "tokens/s", _rate(c.KV_QUERIED_TOKENS, *ML), ML),
+    Signal("model:kvscope_kv_usage:ratio", "KV pool held by requests", "ratio", Ratio(_active, _capacity, M), M, UNIT),
+    Signal("model_state:kvscope_kv_blocks:sum", "KV blocks by state", "blocks", _sum(Gauge(c.KV_BLOCKS), "model", "state"), ("model", "state")),
+    Signal("model_layout:kvscope_kv_layout_blocks:sum", "KV blocks by layout", "blocks", _sum(Gauge(c.KV_LAYOUT_BLOCKS), "model", "layout"), ("model", "layout")),
+    Signal("model:kvscope_kv_stored_tokens:sum", "Tokens held in the KV pool", "tokens", _sum(Gauge(c.KV_STORED_TOKENS), "model"), M),
+    Signal("model:kvscope_kv_evicted_blocks:rate5m", "Blocks evicted per second", "blocks/s", _rate(c.KV_EVICTED_BLOCKS, "model"), M),
+    Signal(
+        "model:kvscope_kv_internal_fragmentation:ratio", "Internal fragmentation: unused slots in active blocks", "ratio",
+        OneMinus(Ratio(_sum(Gauge(c.KV_STORED_TOKENS), "model"), Product(_active, Aggregate("max", Gauge(c.KV_BLOCK_SIZE), M), M), M)), M, UNIT,
+    ),
+    Signal(
+        "model:kvscope_kv_external_fragmentation:ratio", "External fragmentation: 1 - largest free run / free blocks", "ratio",
+        OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN), "model"), _sum(Gauge(c.KV_BLOCKS, _FREE), "model"), M)), M, UNIT,
+    ),
+    Signal(
+        "model_region:kvscope_kv_region_usage:ratio", "Active share of each address region", "ratio",
+        Ratio(_sum(Gauge(c.KV_REGION_BLOCKS, {"state": "active"}), *MR), _sum(Gauge(c.KV_REGION_BLOCKS), *MR), MR), MR, UNIT,
+    ),
+    Signal(
+        "model_region:kvscope_kv_region_fragmentation:ratio", "External fragmentation of each address region", "ratio",
+        OneMinus(Ratio(_sum(Gauge(c.KV_REGION_FREE_RUN), *MR), _sum(Gauge(c.KV_REGION_BLOCKS, _FREE), *MR), MR)), MR, UNIT,
+    ),
+    Signal("model_le:kvscope_kv_free_runs:sum", "Free runs of at most `le` blocks", "blocks", _sum(Gauge(c.KV_FREE_RUNS), "model", "le"), ("model", "le")),
+    Signal(
+        "model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m", "Relative RMS error of stored KV", "ratio",
+        Sqrt(Ratio(_rate(c.KV_QUANT_ERROR, *MQ), _rate(c.KV_QUANT_SIGNAL, *MQ), MQ)), MQ,
+    ),
+    Signal("model_component:kvscope_step_seconds:rate5m", "Share of time by step component", "ratio", _rate(c.STEP_SECONDS, *MP), MP, UNIT),
+    Signal("model_phase:kvscope_step_tokens:rate5m", "Tokens run through the model per second", "tokens/s", _rate(c.STEP_TOKENS, "model", "phase"), ("model", "phase")),
+    Signal("model:kvscope_telemetry_anomalies:rate5m", "Refused or corrected measurements per second", "1/s", _rate(c.ANOMALIES_TOTAL, "model"), M),
+    Signal("model:kvscope_last_update_age:seconds", "Age of the newest values", "seconds", Age(Aggregate("max", Gauge(c.LAST_UPDATE), M)), M),
+)  # fmt: skip
+BY_NAME = {s.name: s for s in SIGNALS}
