@@ -1,0 +1,1 @@
+"""Ways out for what telemetry keeps. prometheus.py: the endpoint that Prometheus scrapes."""

@@ -30,7 +30,7 @@ PREEMPTION_REASONS = ("kv_exhausted",)
 STEP_KINDS = ("prefill", "decode", "mixed")
 ANOMALIES = (
     "negative_interval", "negative_increment", "missing_milestone", "milestone_order", "clock_step", "duplicate_finish",
-    "non_finite",
+    "non_finite", "record_error",
 )  # fmt: skip
 TIERS = ("device", "host")
 TENSORS = ("key", "value")

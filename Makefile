@@ -1,0 +1,45 @@
+# What a developer does here. `make` alone lists it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
+
+.PHONY: help demo test lint generate bench lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.ready-demo ## a real model under load, exporter, store, forecasts and app on this machine; Ctrl-C stops all
+	@$(BIN)/kvscope demo
+
+test: $(VENV)/.ready-test ## every test; those that need a missing server say so (and fail where CI is set)
+	@$(BIN)/pytest
+
+lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check
+
+generate: $(VENV)/.ready-test ## write boards, rules and docs/metrics.md again from catalogue and signals
+	@$(BIN)/kvscope generate
+
+bench: $(VENV)/.ready-test ## what the performance claims are made with
+	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+
+lock: $(VENV)/.ready-test ## write the versions of this environment to requirements.lock
+	@$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock
+	@$(BIN)/python -c "from importlib.metadata import version as v; print('torch==' + v('torch').split('+')[0] + ' ; sys_platform == \"linux\"')" >> requirements.lock
+
+clean: ## remove the environment and caches (recorded history stays)
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvscope needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+
+$(VENV)/.ready-demo: $(BIN)/python pyproject.toml requirements.lock
+	@echo "Installing kvscope into $(VENV) (once, a few minutes) ..."
+	@$(INSTALL) ".[all]" && touch $@
+
+$(VENV)/.ready-test: $(BIN)/python pyproject.toml requirements.lock
+	@echo "Installing kvscope and its test tools into $(VENV) (once, a few minutes) ..."
+	@$(INSTALL) ".[dev]" && touch $@ $(VENV)/.ready-demo

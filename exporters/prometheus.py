@@ -1,0 +1,245 @@
+"""The Prometheus endpoint: classic text and OpenMetrics 1.0 over what telemetry keeps, rendered off the engine's thread.
+
+`render` is a pure function of a snapshot. `MetricsApp` serves it (mounted by the server, or alone by `start_exporter`);
+`TelemetryCollector` puts the same families into a prometheus_client registry that somebody else exposes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import lru_cache
+from typing import Any
+
+import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, gzip_accepted
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE_OPENMETRICS
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as ClientExemplar
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from observability import catalog as c
+from observability.errors import ServiceError
+from observability.telemetry.recorder import Telemetry
+from observability.telemetry.snapshot import Exemplar, FamilySamples, Row
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def render(families: Iterable[FamilySamples], *, openmetrics: bool) -> bytes:
+    """The exposition of `families`: OpenMetrics 1.0 with exemplars, or classic text 0.0.4 without."""
+    out: list[str] = []
+    for family, rows in families:
+        out.append(_header(family.name, family.kind, family.unit, family.help, openmetrics))
+        for suffix, labels, value, exemplar in rows:
+            sample = _series_text(family.name, family.labels, suffix, labels) + _number(value)
+            out.append(sample + _exemplar_text(exemplar) if exemplar is not None and openmetrics else sample)
+    out.append("# EOF\n" if openmetrics else "")
+    return "\n".join(out).encode()
+
+
+@lru_cache(maxsize=1024)
+def _header(name: str, kind: str, unit: str, help: str, openmetrics: bool) -> str:
+    if not openmetrics:  # classic text names a counter with its suffix and does not know info
+        name += {"counter": "_total", "info": "_info"}.get(kind, "")
+        kind = "gauge" if kind == "info" else kind
+    help = help.replace("\\", r"\\").replace("\n", r"\n")
+    lines = [
+        f"# HELP {name} {help.replace(chr(34), chr(92) + chr(34)) if openmetrics else help}",
+        f"# TYPE {name} {kind}",
+    ]
+    if openmetrics and unit and name.endswith("_" + unit):  # OpenMetrics wants a unit to be the end of the name
+        lines.append(f"# UNIT {name} {unit}")
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=1 << 16)  # series are bounded: label values come from the catalogue and a capped set
+def _series_text(name: str, label_names: tuple[str, ...], suffix: str, values: tuple[str, ...]) -> str:
+    names = (*label_names, "le") if suffix == "_bucket" else label_names
+    pairs = ",".join(f'{label}="{_escape(value)}"' for label, value in zip(names, values, strict=True))
+    return f"{name}{suffix}{{{pairs}}} " if pairs else f"{name}{suffix} "
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _number(value: float) -> str:
+    """Shortest text that reads back as the same float64."""
+    if value == 0:  # most series of an exposition
+        return "0"
+    if abs(value) < 1e15 and value == int(value):
+        return str(int(value))
+    return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text := repr(float(value)), text)
+
+
+def _exemplar_text(exemplar: Exemplar) -> str:
+    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in exemplar.labels)
+    return f" # {{{pairs}}} {_number(exemplar.value)} {exemplar.timestamp:.3f}"
+
+
+class TelemetryCollector(Collector):
+    """Families of `telemetry` for a prometheus_client registry. Exemplars show where that registry speaks OpenMetrics."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterable[Metric]:
+        for family, rows in self._telemetry.snapshot():
+            metric = Metric(family.name, family.help, family.kind)
+            for suffix, values, value, exemplar in rows:
+                names = (*family.labels, "le") if suffix == "_bucket" else family.labels
+                attached = exemplar and ClientExemplar(dict(exemplar.labels), exemplar.value, exemplar.timestamp)
+                metric.add_sample(family.name + suffix, dict(zip(names, values, strict=True)), value, exemplar=attached)
+            yield metric
+
+
+# -- HTTP -----------------------------------------------------------------------------------------------------------
+
+
+def prefers_openmetrics(accept: str) -> bool:
+    """Whether an Accept header asks for OpenMetrics 1.0 at least as much as for classic text. Malformed parts are ignored.
+
+    prometheus_client's choose_encoder is not used: it ignores weights and raises on a malformed version.
+    """
+    openmetrics = text = 0.0
+    for part in accept.split(","):
+        media, *rest = (piece.strip() for piece in part.lower().split(";"))
+        params = dict(piece.partition("=")[::2] for piece in rest)
+        try:
+            weight = float(params.get("q", "1"))
+        except ValueError:
+            continue
+        if media == "application/openmetrics-text" and params.get("version", "1.0.0") == "1.0.0":
+            openmetrics = max(openmetrics, weight)
+        elif media in ("text/plain", "text/*", "*/*"):
+            text = max(text, weight)
+    return 0.0 < openmetrics >= text
+
+
+class MetricsApp:
+    """ASGI application that answers GET with the exposition of `telemetry`.
+
+    Wire it as `Route("/metrics", app)`; a Mount would answer /metrics with a redirect.
+
+    Scrapes that come while one of the same form is being rendered share its result, so that no number of scrapers can
+    queue work. With `token`, requests need `Authorization: Bearer <token>`.
+    """
+
+    def __init__(self, telemetry: Telemetry, token: str | None = None) -> None:
+        self._telemetry = telemetry
+        self._authorization = f"Bearer {token}".encode() if token else None
+        self._rendering: dict[bool, asyncio.Task[bytes]] = {}
+        self._render_seconds = 0.0
+        self._series = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await (await self._respond(scope["method"], Headers(scope=scope)))(scope, receive, send)
+
+    async def _respond(self, method: str, headers: Headers) -> Response:
+        if method not in ("GET", "HEAD"):
+            return PlainTextResponse("Use GET.\n", 405, {"Allow": "GET, HEAD"})
+        if self._authorization is not None:
+            given = headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._authorization):
+                return PlainTextResponse("A bearer token is needed.\n", 401, {"WWW-Authenticate": "Bearer"})
+        openmetrics = prefers_openmetrics(headers.get("accept", ""))
+        task = self._rendering.get(openmetrics)
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(self._render, openmetrics))
+            self._rendering[openmetrics] = task
+            task.add_done_callback(lambda _: self._rendering.pop(openmetrics, None))
+        body = await asyncio.shield(task)
+        answer = {
+            "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4,
+            "Vary": "Accept, Accept-Encoding",
+        }
+        if gzip_accepted(headers.get("accept-encoding", "")):
+            body = await asyncio.to_thread(gzip.compress, body, 1)
+            answer["Content-Encoding"] = "gzip"
+        return Response(body, headers=answer)
+
+    def _render(self, openmetrics: bool) -> bytes:
+        start = time.perf_counter()
+        families = self._telemetry.snapshot()
+        if self._series:  # what the previous exposition took; before the first there is nothing to tell
+            families.append(FamilySamples(c.SCRAPE_SECONDS, [Row("", (), self._render_seconds)]))
+            families.append(FamilySamples(c.SCRAPE_SERIES, [Row("", (), self._series)]))
+        body = render(families, openmetrics=openmetrics)
+        self._series = sum(len(family.rows) for family in families)
+        self._render_seconds = time.perf_counter() - start
+        return body
+
+
+def metrics_app(telemetry: Telemetry, token: str | None = None) -> MetricsApp:
+    """ASGI application for /metrics; see MetricsApp."""
+    return MetricsApp(telemetry, token)
+
+
+class Exporter:
+    """A running endpoint. `url` is where Prometheus scrapes; `stop` (or leaving a `with` block) ends it."""
+
+    def __init__(self, url: str, server: uvicorn.Server, thread: threading.Thread, listener: socket.socket) -> None:
+        self.url = url
+        self._server = server
+        self._thread = thread
+        self._listener = listener
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Closes the socket and waits for the thread; open scrapes are cut off after `timeout` seconds."""
+        self._server.should_exit = True
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(timeout)
+        self._listener.close()  # a server told to stop before it had started leaves it open
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start_exporter(
+    telemetry: Telemetry, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None
+) -> Exporter:
+    """Serves `telemetry` at http://host:port/metrics from a thread of its own; port 0 takes a free one.
+
+    For engines that have no HTTP server. Raises ServiceError if the address cannot be taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ServiceError(
+            f"The metrics exporter cannot listen on {host}:{port}: {error.strerror or error}.",
+            next_step="Stop what uses this port, or choose another one.",
+        ) from error
+    app = Starlette(routes=[Route("/metrics", MetricsApp(telemetry, token))])
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", limit_concurrency=64, timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="kvscope-exporter", daemon=True)
+    thread.start()
+    name = f"[{host}]" if ":" in host else host
+    return Exporter(f"http://{name}:{listener.getsockname()[1]}/metrics", server, thread, listener)

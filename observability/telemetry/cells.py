@@ -1,0 +1,220 @@
+"""The numbers that telemetry keeps, and how each becomes series. recorder.py writes them, this file reads them.
+
+Counters and histograms exist from the start with 0 for every label value that can occur, so that a rate sees the first
+increment. What depends on traffic or settings (swapped requests, a host tier, quantized KV) is absent until it occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from math import nan
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from observability import catalog as c
+from observability.telemetry.phases import StepClock
+from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
+
+#: States that exist in every engine; the others get their series when a request first enters them.
+_ALWAYS_IN_USE = ("queued", "kv_wait", "prefill", "decode")
+_COMPONENTS = len(c.COMPONENTS)
+_REJECTED = c.OUTCOMES.index("rejected")
+
+
+@dataclass(frozen=True, slots=True)
+class KVState:
+    """The KV pool at one instant. Treated as immutable: arrays must not be written to after it was handed over."""
+
+    capacity_blocks: int | None  # None: unbounded
+    block_size: int  # tokens
+    bytes_per_block: int
+    free: int
+    evictable: int
+    active: int
+    layout_blocks: Sequence[int]  # table entries by catalog.LAYOUTS
+    stored_tokens: int  # in active blocks, a shared block counted once
+    largest_free_run: int  # blocks
+    free_runs: Sequence[int]  # runs of at most FREE_RUN_BOUNDS[i] blocks, cumulative, +Inf last
+    region_blocks: np.ndarray  # int [REGIONS, 3], by BLOCK_STATES
+    region_free_run: np.ndarray  # int [REGIONS]
+
+
+class Published(NamedTuple):
+    """The newest gauges: one tuple, so that a reader sees all of one instant."""
+
+    unix_time: float
+    kv: KVState
+    running: tuple[int, ...]  # by catalog.CLASSES
+    waiting: tuple[int, ...]
+
+
+class Cells(StepClock):
+    """Every value of one engine, by family. `engine_labels`: executor, clock, device, kv_dtype of kvscope_engine_info."""
+
+    def __init__(self, model: str, clock: Callable[[], float], engine_labels: tuple[str, ...]) -> None:
+        super().__init__(clock)
+        self.model = model
+        self._engine_labels = (model, *engine_labels, _version())
+        self._published: Published | None = None
+        classes, lengths = len(c.CLASSES), len(c.LENGTH_BUCKETS)
+        # Written by the threads that submit; they share a lock that neither the engine nor a scrape takes.
+        self._front = Lock()
+        self._received = [0.0] * classes
+        self._rejected = [0.0] * classes
+        self._folds = [0.0] * 3  # class, outcome, layer_group
+        # Written by the engine's thread.
+        self._ended = [0.0] * (classes * len(c.OUTCOMES))
+        self._prompt_tokens = [0.0] * classes
+        self._generation_tokens = [0.0] * classes
+        self._preemptions = [0.0] * len(c.PREEMPTION_REASONS)
+        self._recomputed = [0.0] * len(c.PREEMPTION_REASONS)
+        self._lookups, self._queried, self._hittable = ([0.0] * lengths for _ in range(3))
+        self._hits = [0.0] * (lengths * len(c.TIERS))
+        self._allocated = [0.0] * len(c.LAYOUTS)
+        self._evicted = [0.0]
+        self._fallbacks = [0.0]
+        self._steps = [0.0] * len(c.STEP_KINDS)
+        self._step_tokens = [0.0, 0.0]  # prefill, decode
+        # Served requests by the highest tail bound that they exceed: not cumulative, cumulated when read.
+        self._tail_seconds = np.zeros((len(c.TAIL_BOUNDS), len(c.STATES) * _COMPONENTS))
+        self._tail_requests = np.zeros(len(c.TAIL_BOUNDS))
+        # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
+        self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
+        self._tier_used = [tier == "device" for tier in c.TIERS]
+        self._layout_used = [layout in ("contiguous", "paged") for layout in c.LAYOUTS]
+
+        by_class = [(model, name) for name in c.CLASSES]
+        self._duration = Histograms(c.REQUEST_DURATION, by_class, exemplars=True)
+        self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, exemplars=True)
+        self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class)
+        self._step_duration = Histograms(c.STEP_DURATION, [(model, kind) for kind in c.STEP_KINDS])
+        self._quant: dict[tuple[int, str, str], tuple[list[float], list[float], list[float], Histograms]] = {}
+        self._layout = Layout(tuple(self._blocks()))
+
+    @property
+    def layout(self) -> list[Series]:
+        """Identity of every column of `values`. Only ever grows at its end (a longer list replaces it); do not modify."""
+        return self._layout.series
+
+    def values(self) -> np.ndarray:
+        """One reading of every series, float64; column i is `layout[i]`, NaN where the series does not exist (yet).
+
+        It may be shorter than a `layout` that is asked for afterwards, never in another order. Counters never decrease.
+        """
+        return self._layout.values(self._published)
+
+    def snapshot(self) -> list[FamilySamples]:
+        """The same reading as rows by family, with exemplars, in catalogue order."""
+        return self._layout.samples(self._published)
+
+    def _blocks(self) -> Iterable[Block]:
+        m = self.model
+        by_model = [(m,)]
+        by_class = [(m, name) for name in c.CLASSES]
+        by_length = [(m, bucket) for bucket in c.LENGTH_BUCKETS]
+        by_reason = [(m, reason) for reason in c.PREEMPTION_REASONS]
+        by_layout = [(m, layout) for layout in c.LAYOUTS]
+
+        yield Block(c.ENGINE, (("_info", self._engine_labels),), lambda _: (1.0,))
+        yield counters(c.REQUESTS_RECEIVED, by_class, self._received)
+        outcomes = tuple(("_total", (m, name, outcome)) for name in c.CLASSES for outcome in c.OUTCOMES)
+        yield Block(c.REQUESTS, outcomes, lambda _: self._read_ended())
+        yield from (h.block() for h in (self._duration, self._ttft, self._itl))
+        yield counters(c.PROMPT_TOKENS, by_class, self._prompt_tokens)
+        yield counters(c.GENERATION_TOKENS, by_class, self._generation_tokens)
+        yield gauges(c.REQUESTS_RUNNING, by_class, lambda g: g.running)
+        yield gauges(c.REQUESTS_WAITING, by_class, lambda g: g.waiting)
+        yield counters(c.PREEMPTIONS, by_reason, self._preemptions)
+
+        above = [f"{bound:g}" for bound in c.TAIL_BOUNDS]
+        tail = tuple(
+            ("_total", (m, state, component, gt)) for gt in above for state in c.STATES for component in c.COMPONENTS
+        )
+        yield Block(c.PHASE_SECONDS, tail, lambda _: self._read_tail_seconds())
+        yield Block(c.PHASE_REQUESTS, tuple(("_total", (m, gt)) for gt in above), lambda _: self._read_tail_requests())
+
+        yield counters(c.KV_LOOKUPS, by_length, self._lookups)
+        yield counters(c.KV_QUERIED_TOKENS, by_length, self._queried)
+        yield counters(c.KV_HITTABLE_TOKENS, by_length, self._hittable)
+        by_tier = tuple(("_total", (m, bucket, tier)) for bucket in c.LENGTH_BUCKETS for tier in c.TIERS)
+        yield Block(c.KV_HIT_TOKENS, by_tier, lambda _: _where(self._hits, self._tier_used * len(c.LENGTH_BUCKETS)))
+        yield counters(c.KV_RECOMPUTED_TOKENS, by_reason, self._recomputed)
+
+        # An unbounded pool has no free blocks, no capacity and no addresses: absent, not 0.
+        def bounded(g: Published, values: Iterable[float], count: int) -> Iterable[float]:
+            return values if g.kv.capacity_blocks is not None else (nan,) * count
+
+        yield gauges(
+            c.KV_BLOCKS, [(m, state) for state in c.BLOCK_STATES],
+            lambda g: (*bounded(g, (g.kv.free,), 1), g.kv.evictable, g.kv.active),
+        )  # fmt: skip
+        yield gauges(
+            c.KV_LAYOUT_BLOCKS, by_layout,
+            lambda g: _where([*g.kv.layout_blocks, *(0,) * (len(c.LAYOUTS) - len(g.kv.layout_blocks))], self._layout_used),
+        )  # fmt: skip
+        yield gauges(c.KV_CAPACITY_BLOCKS, by_model, lambda g: bounded(g, (g.kv.capacity_blocks or 0,), 1))
+        yield gauges(c.KV_BLOCK_SIZE, by_model, lambda g: (g.kv.block_size,))
+        yield gauges(
+            c.KV_BYTES, [(m, kind) for kind in ("reserved", "resident", "active")],
+            lambda g: (*bounded(g, ((g.kv.capacity_blocks or 0) * g.kv.bytes_per_block,), 1),
+                       (g.kv.evictable + g.kv.active) * g.kv.bytes_per_block, g.kv.active * g.kv.bytes_per_block),
+        )  # fmt: skip
+        yield gauges(c.KV_STORED_TOKENS, by_model, lambda g: (g.kv.stored_tokens,))
+        yield gauges(c.KV_LARGEST_FREE_RUN, by_model, lambda g: bounded(g, (g.kv.largest_free_run,), 1))
+        run_bounds = [*(str(bound) for bound in c.FREE_RUN_BOUNDS), "+Inf"]
+        yield gauges(
+            c.KV_FREE_RUNS, [(m, le) for le in run_bounds], lambda g: bounded(g, g.kv.free_runs, len(run_bounds))
+        )
+        regions = [(m, region, state) for region in c.REGION_LABELS for state in c.BLOCK_STATES]
+        yield gauges(
+            c.KV_REGION_BLOCKS, regions, lambda g: bounded(g, g.kv.region_blocks.ravel().tolist(), len(regions))
+        )
+        yield gauges(
+            c.KV_REGION_FREE_RUN, [(m, region) for region in c.REGION_LABELS],
+            lambda g: bounded(g, g.kv.region_free_run.tolist(), c.REGIONS),
+        )  # fmt: skip
+        allocated = tuple(("_total", labels) for labels in by_layout)
+        yield Block(c.KV_ALLOCATED_BLOCKS, allocated, lambda _: _where(self._allocated, self._layout_used))
+        yield counters(c.KV_EVICTED_BLOCKS, by_model, self._evicted)
+        yield counters(c.KV_LAYOUT_FALLBACKS, by_model, self._fallbacks)
+
+        yield counters(c.STEP_SECONDS, [(m, component) for component in c.COMPONENTS], self.seconds)
+        yield counters(c.STEPS, [(m, kind) for kind in c.STEP_KINDS], self._steps)
+        yield self._step_duration.block()
+        yield counters(c.STEP_TOKENS, [(m, "prefill"), (m, "decode")], self._step_tokens)
+        yield gauges(c.LAST_UPDATE, [(m, "engine")], lambda g: (g.unix_time,))
+        yield counters(c.ANOMALIES_TOTAL, [(m, reason) for reason in c.ANOMALIES], self._anomalies)
+        yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",)], self._folds)
+
+    def _read_ended(self) -> list[float]:
+        ended = self._ended.copy()
+        for i, count in enumerate(self._rejected):
+            ended[i * len(c.OUTCOMES) + _REJECTED] += count
+        return ended
+
+    def _read_tail_seconds(self) -> list[float]:
+        # From the highest bound down, so that each sum adds the same non-decreasing terms in the same order: monotone.
+        above = np.cumsum(self._tail_seconds[::-1], axis=0)[::-1].reshape(-1, len(c.STATES), _COMPONENTS)
+        if not all(self._state_used):
+            above[:, [not used for used in self._state_used]] = nan
+        flat: list[float] = above.ravel().tolist()
+        return flat
+
+    def _read_tail_requests(self) -> list[float]:
+        counts: list[float] = np.cumsum(self._tail_requests[::-1])[::-1].tolist()
+        return counts
+
+
+def _where(values: Sequence[float], used: Sequence[bool]) -> list[float]:
+    return [value if keep else nan for value, keep in zip(values, used, strict=True)]
+
+
+def _version() -> str:
+    try:
+        return version("kvscope")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"

@@ -1,0 +1,68 @@
+"""One request as the recorder sees it: notes while it is in flight, and what remains when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from observability import catalog as c
+from observability.telemetry.phases import QUEUED
+
+#: OpenMetrics allows 128 characters for all names and values of an exemplar's labels.
+_MAX_EXEMPLAR_ID = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestRecord:
+    """What one ended request went through. Times are seconds on the engine's clock; None: never reached."""
+
+    request_id: str
+    request_class: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    finished: float
+    outcome: str
+    preemptions: int
+    matrix: np.ndarray  # float64 [STATES, COMPONENTS], seconds; sums to `finished - arrival`
+    max_itl: float | None  # longest time between two of its tokens
+
+
+class RequestTrace:
+    """The recorder's notes on one request in flight. Made by Telemetry.arrive; the engine only passes it back."""
+
+    __slots__ = (
+        "arrival", "cached_tokens", "class_index", "exemplar", "first_token", "generated", "last_token", "length_bucket",
+        "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "request_id",
+        "scheduled", "since", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self, request_id: str, class_index: int, prompt_tokens: int, arrival: float, mark: list[float], trace_id: str
+    ) -> None:
+        self.request_id = request_id
+        self.class_index = class_index
+        self.prompt_tokens = prompt_tokens
+        self.length_bucket = c.length_bucket(prompt_tokens)
+        self.arrival = self.since = arrival
+        self.mark = mark  # the vector at `since`, the start of the current state
+        self.state = QUEUED
+        self.matrix = [0.0] * (len(c.STATES) * len(c.COMPONENTS))
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.generated = 0
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.max_itl = -inf
+        self.looked_up = False
+        self.prefilled = False
+        self.outcome: str | None = None
+        # Ids come from clients: one that an exemplar cannot hold is left out.
+        label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)
+        self.exemplar = (label,) if label[1] and len(label[1]) <= _MAX_EXEMPLAR_ID else ()
