@@ -251,6 +251,8 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model_length_bucket:kvscope_kv_hit:ratio_rate5m", "KV hit rate by prompt length", "ratio", Ratio(_hit, _rate(c.KV_QUERIED_TOKENS, *ML), ML), ML, UNIT),
     Signal("model_length_bucket:kvscope_kv_hit_of_hittable:ratio_rate5m", "KV hit rate of hittable tokens", "ratio", Ratio(_hit, _rate(c.KV_HITTABLE_TOKENS, *ML), ML), ML, UNIT),
     Signal("model_length_bucket:kvscope_kv_queried_tokens:rate5m", "Prompt tokens looked up per second", "tokens/s", _rate(c.KV_QUERIED_TOKENS, *ML), ML),
+    Signal("model_length_bucket:kvscope_kv_hittable_tokens:rate5m", "Prompt tokens a perfect cache could serve per second", "tokens/s", _rate(c.KV_HITTABLE_TOKENS, *ML), ML),
+    Signal("model_length_bucket:kvscope_kv_hit_tokens:rate5m", "Prompt tokens served from cache per second", "tokens/s", _hit, ML),
     Signal("model:kvscope_kv_usage:ratio", "KV pool held by requests", "ratio", Ratio(_active, _capacity, M), M, UNIT),
     Signal("model_state:kvscope_kv_blocks:sum", "KV blocks by state", "blocks", _sum(Gauge(c.KV_BLOCKS), "model", "state"), ("model", "state")),
     Signal("model_layout:kvscope_kv_layout_blocks:sum", "KV blocks by layout", "blocks", _sum(Gauge(c.KV_LAYOUT_BLOCKS), "model", "layout"), ("model", "layout")),

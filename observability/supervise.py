@@ -66,7 +66,9 @@ class Supervisor:
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stopping = True  # a second Ctrl-C must not interrupt the clean-up
         self._stop_children()
         for number, handler in self._old_handlers.items():

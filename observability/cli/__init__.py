@@ -20,14 +20,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+root = app  # importing cli/app.py below binds the name `app` to that module
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}").register(app)
+    if not _module.name.startswith("_"):  # __main__ runs the command, it adds none
+        importlib.import_module(f"{__name__}.{_module.name}").register(root)
 
 
 def main() -> None:
     """Runs the command line; a KvscopeError becomes its message on standard error and its exit code."""
     try:
-        app()
+        root()
     except KvscopeError as error:
         console = Console(stderr=True, highlight=False)
         console.print("error:", style="bold red", end=" ")

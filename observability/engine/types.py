@@ -15,7 +15,7 @@ from observability.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from observability.engine.kv.table import BlockTable
-    from observability.telemetry.recorder import RequestTrace
+    from observability.telemetry.requests import RequestTrace
 
 KVDtype = Literal["auto", "int8"]
 
@@ -104,9 +104,10 @@ class Request:
     arrival: float = 0.0  # seconds on the engine's clock
     on_token: Callable[[Request, int | None, str | None], None] | None = None
 
-    output: list[int] = field(default_factory=list)  # token ids; in virtual time only its length means something
+    limit: int = 0  # tokens it may generate: params.max_tokens, cut to what max_model_len leaves; 0 until added
+    output: list[int] = field(default_factory=list)  # token ids; stays empty in virtual time
     num_generated: int = 0
-    num_computed: int = 0  # tokens whose KV is stored; [0, num_computed)
+    num_computed: int = 0  # tokens whose KV is stored: positions [0, num_computed)
     num_cached: int = 0  # prompt tokens served by the prefix cache at first admission
     num_preemptions: int = 0
     table: BlockTable | None = None

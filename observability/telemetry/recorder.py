@@ -81,7 +81,7 @@ class Telemetry(Cells):
         self.finished: deque[RequestRecord] = deque(maxlen=keep_finished)
         self.on_finish = on_finish
         self._wall_clock = wall_clock
-        self._publish_interval = 1.0 if virtual else 0.25
+        self.publish_interval_seconds = 1.0 if virtual else 0.25
         self._published_at = -inf
         self._reported: set[str] = set()
 
@@ -419,7 +419,7 @@ class Telemetry(Cells):
 
     def due(self) -> bool:
         """Whether gauges should be published again: 0.25 s after the last time, or 1 s of virtual time."""
-        return self.last - self._published_at >= self._publish_interval
+        return self.last - self._published_at >= self.publish_interval_seconds
 
     @_guarded
     def publish(self, kv: KVState, running: Sequence[int], waiting: Sequence[int]) -> None:

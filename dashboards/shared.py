@@ -1,0 +1,105 @@
+"""What the rows of a board share: selectors, colours, and one short function for each recurring shape of panel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alerts import rules
+from dashboards.panels import Json, Query, TimeSeries, link
+from observability import catalog as c
+
+TTFT_BURN, KV_EXHAUSTED, STALE = (alert.name for alert in rules.ALERTS)
+RECORDED = rules.recorded_names()
+
+#: One colour for each state and component, on every panel.
+STATE_COLORS = dict(zip(c.STATES, ("purple", "orange", "blue", "green", "red", "dark-yellow"), strict=True))
+COMPONENT_COLORS = {
+    "schedule": "light-purple", "kv_alloc": "light-orange", "kv_evict": "dark-orange", "kv_move": "dark-yellow",
+    "dequant": "light-red", "forward_prefill": "blue", "forward_decode": "green", "sample": "light-blue",
+    "emit": "light-green", "idle": "#808080",
+}  # fmt: skip
+BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue"}
+#: Lengths are ordered: from pale to deep.
+LENGTH_COLORS = dict(
+    zip(c.LENGTH_BUCKETS, ("#e0b400", "#7ad151", "#22a884", "#2a88ae", "#5b6abf", "#9b59b6"), strict=True)
+)
+
+#: Families whose buckets carry exemplars: one sample a request, unlike inter-token latency.
+WITH_EXEMPLARS = (c.TIME_TO_FIRST_TOKEN, c.REQUEST_DURATION)
+#: Selectors of raw families, by what a family's labels allow.
+MODEL = 'model=~"$model"'
+OF_INSTANCE = f'{MODEL},instance=~"$instance"'
+OF_CLASS = f'{OF_INSTANCE},class=~"$class"'
+
+STACKED: Json = {"fillOpacity": 45, "lineWidth": 0, "stacking": {"group": "A", "mode": "normal"}}
+LINES: Json = {"fillOpacity": 0}
+NAMED_LEGEND: Json = {"legend": {"calcs": ["lastNotNull"], "displayMode": "table", "placement": "right"}}
+NO_QUANT = "No quantization error: the engine stores KV unquantized (kv_dtype=auto)"
+NO_BOUND = "No bounded KV pool"
+NO_TRAFFIC = "No requests in the last 5 minutes"
+
+
+def signal(name: str) -> str:
+    """Selector of a recorded series for the chosen models. Raises KeyError for a name that no rule records."""
+    if name not in RECORDED:
+        raise KeyError(f"{name} is not recorded")
+    return f"{name}{{{MODEL}}}"
+
+
+def rate(family: c.Family, by: str, where: str = OF_INSTANCE) -> str:
+    """Summed rate of a counter (or of a histogram's buckets) over $__rate_interval."""
+    return f"sum by ({by}) (rate({family.series}{{{where}}}[$__rate_interval]))"
+
+
+def quantile(q: float, family: c.Family, by: str = "", where: str = OF_CLASS) -> str:
+    """histogram_quantile over $__rate_interval, split by one label if given."""
+    return f"histogram_quantile({q:g}, {rate(family, f'{by}, le' if by else 'le', where)})"
+
+
+def buckets(family: c.Family, where: str) -> list[Query]:
+    """Measurements by bucket in each interval, for a heatmap. Exemplars come along where the family has them."""
+    expr = f"sum by (le) (increase({family.series}{{{where}}}[$__rate_interval]))"
+    return [Query(expr=expr, format="heatmap", legendFormat="{{le}}", exemplar=family in WITH_EXEMPLARS)]
+
+
+def query(expr: str, legend: str) -> Query:
+    return Query(expr=expr, legendFormat=legend)
+
+
+def about(alert: str, title: str, description: str) -> Json:
+    """What every panel has: the question, what is shown and what to do, and the runbook of the alert it belongs to."""
+    return {"title": title, "description": description, "links": [link(f"Runbook: {alert}", rules.runbook_url(alert))]}
+
+
+def known(expr: str) -> str:
+    """`expr` without the series that are NaN, such as a ratio 0 / 0 in a bucket without traffic: NaN > -1 is false.
+
+    Not >= 0: the extrapolation of rates can put a ratio that is 0 a hair below.
+    """
+    return f"{expr} > -1"
+
+
+def lines(alert: str, title: str, description: str, unit: str, *queries: Query, **fields: Any) -> TimeSeries:
+    """Lines from zero, without fill. The axis reaches at least 1 (one request, one event), or `up_to`."""
+    up_to = fields.pop("up_to", {"short": 1, "ops": 1, "reqps": 1}.get(unit))
+    custom = {**LINES, **({} if up_to is None else {"axisSoftMax": up_to}), **fields.pop("custom", {})}
+    return TimeSeries(
+        **about(alert, title, description), targets=list(queries), unit=unit, min=0, custom=custom, **fields
+    )
+
+
+def stack(alert: str, title: str, description: str, unit: str, *queries: Query, **fields: Any) -> TimeSeries:
+    """Areas on top of each other: for parts that add up to something."""
+    custom = {**STACKED, **fields.pop("custom", {})}
+    return TimeSeries(
+        **about(alert, title, description), targets=list(queries), unit=unit, min=0, custom=custom, **fields
+    )
+
+
+def limits(*steps: tuple[float, str]) -> Json:
+    """Fields of `lines` that draw a dashed line at each limit, and keep the highest one in sight."""
+    return {
+        "thresholds": [(None, "transparent"), *steps],
+        "custom": {"thresholdsStyle": {"mode": "dashed"}},
+        "up_to": steps[-1][0] * 1.25,
+    }

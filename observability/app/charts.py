@@ -1,0 +1,346 @@
+"""Figures from frames: pure functions, tested without a browser. Colours read on light and on dark backgrounds alike.
+
+Streamlit gives text, grid and background the colours of the theme; everything drawn here uses mid tones (at least 3:1
+against both backgrounds, tests/app/test_charts.py) that stay apart in the common forms of colour blindness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from observability import catalog
+from observability.app.units import axis_unit, quantity
+from observability.app.view import View, moment, shown
+
+BLUE, ORANGE, GREEN, PINK, VIOLET = "#2f7fc1", "#d2761b", "#159a80", "#c2609f", "#8269d4"
+RED, OCHRE, STEEL, OLIVE, GREY = "#d1493f", "#a3812a", "#4f95a8", "#6f9340", "#82878f"
+SERIES = (BLUE, ORANGE, GREEN, PINK, VIOLET, OCHRE, STEEL, RED, OLIVE, GREY)
+
+#: A label value has one colour on every page.
+COLOURS: dict[str, str] = {
+    **dict(zip(catalog.STATES, (ORANGE, PINK, BLUE, GREEN, RED, VIOLET), strict=True)),
+    **dict(
+        zip(
+            catalog.COMPONENTS,
+            (OCHRE, VIOLET, PINK, STEEL, RED, BLUE, GREEN, OLIVE, ORANGE, GREY),
+            strict=True,
+        )
+    ),
+    **dict(zip(catalog.BLOCK_STATES, (GREY, STEEL, BLUE), strict=True)),
+    **dict(zip(catalog.LAYOUTS, (BLUE, ORANGE, GREEN), strict=True)),
+    "P50": STEEL, "P90": BLUE, "P99": ORANGE,
+    "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK,
+    "internal": BLUE, "external": ORANGE,
+}  # fmt: skip
+OBJECTIVE_LINE = RED
+_SIMULATED_FILL = "rgba(130,105,212,0.09)"
+_MARGIN = {"l": 8, "r": 8, "t": 4, "b": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A horizontal line: an objective or a budget, in the unit of the chart."""
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What surrounds the data of a time chart: the view, spans of virtual time, lines to compare with, height in px."""
+
+    view: View
+    simulated: Sequence[tuple[float, float]] = ()
+    lines: Sequence[Line] = ()
+    height: int = 210
+
+
+def readable(label: str) -> str:
+    """A label value as words: forward_prefill -> forward prefill, kv_wait -> KV wait."""
+    return label.replace("_", " ").replace("kv ", "KV ")
+
+
+def _base(height: int, **layout: Any) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        height=height,
+        margin=_MARGIN,
+        uirevision="keep",  # a refresh keeps zoom and hidden series
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "font": {"size": 11},
+                "title": None, "entrywidth": 0},
+        font={"size": 11},
+        hoverlabel={"font": {"size": 12}},
+        **layout,
+    )  # fmt: skip
+    figure.update_yaxes(automargin=True, zeroline=False, nticks=5, title=None)
+    figure.update_xaxes(automargin=True, zeroline=False, showgrid=False, title=None)
+    return figure
+
+
+def _tick_format(view: View) -> str:
+    return "%H:%M" if view.seconds <= 86400 else "%-d %b %H:%M" if view.seconds <= 3 * 86400 else "%-d %b"
+
+
+def _time_axis(figure: go.Figure, frame: Frame) -> None:
+    view = frame.view
+    start, end = moment(view.start, view.zone), moment(view.end, view.zone)
+    figure.update_xaxes(type="date", range=[start, end], nticks=6, tickformat=_tick_format(view))
+    inside = [(max(a, view.start), min(b, view.end)) for a, b in frame.simulated if b > view.start and a < view.end]
+    for low, high in inside:
+        figure.add_vrect(
+            moment(low, view.zone), moment(high, view.zone), fillcolor=_SIMULATED_FILL, line_width=0, layer="below"
+        )
+    if inside:
+        figure.add_annotation(
+            x=moment(inside[0][0], view.zone), y=1, xref="x", yref="paper", xanchor="left", yanchor="top", showarrow=False,
+            text="simulated (virtual time)", font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if frame.lines else 0, name="simulated",
+        )  # fmt: skip
+
+
+def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
+    """Sets the y axis for values up to `largest` in `unit`; returns the factor that values are drawn with."""
+    top = max([largest, *(line.value for line in lines if line.value <= 4 * largest)])
+    factor, name = axis_unit(unit, top)
+    if unit in ("requests", "blocks", "tokens"):
+        top = max(top, 3.0)  # whole things: no ticks between 0 and 1
+    told = any(line.value > top * 1.12 for line in lines)  # in words, over the data
+    ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if told else 1.12)
+    suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
+    figure.update_yaxes(range=[0, ceiling * factor], ticksuffix=suffix)
+    for line in lines:
+        if line.value > top * 1.12 and not bounded:
+            # Far above all data: drawn to scale it would flatten the data, so it is told in words.
+            figure.add_annotation(
+                x=1, y=1, xref="paper", yref="paper", xanchor="right", yanchor="top", showarrow=False, name="line",
+                text=f"{line.label} ↑", font={"size": 10, "color": OBJECTIVE_LINE},
+            )  # fmt: skip
+            continue
+        figure.add_hline(y=line.value * factor, line={"color": OBJECTIVE_LINE, "width": 1.2, "dash": "dash"})
+        figure.add_annotation(
+            x=1, y=line.value * factor, xref="paper", yref="y", xanchor="right", yanchor="bottom", showarrow=False,
+            text=line.label, font={"size": 10, "color": OBJECTIVE_LINE}, name="line",
+        )  # fmt: skip
+    return factor
+
+
+def on_grid(frame: pd.DataFrame, view: View) -> pd.Series:
+    """`value` by time on the grid of the view, NaN where the source has no row, so that lines break at gaps."""
+    return frame.groupby("time")["value"].last().reindex(view.times)
+
+
+def _hover(values: pd.Series, unit: str) -> list[str]:
+    return [quantity(v, unit) for v in values]
+
+
+def lines(
+    data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()
+) -> go.Figure:
+    """One line a series. `data`: time, value and optionally series. `bounded`: the axis ends at 1 (shares)."""
+    figure = _base(frame.height, hovermode="x unified")
+    if "series" not in data:
+        data = data.assign(series="")
+    factor = _value_axis(figure, unit, float(data["value"].max()), frame.lines, bounded)
+    names = [n for n in order if n in set(data["series"])] or sorted(data["series"].unique())
+    for i, name in enumerate(names):
+        values = on_grid(data[data["series"] == name], frame.view)
+        lonely = values.notna() & values.shift().isna() & values.shift(-1).isna()  # a point between gaps has no line
+        figure.add_scatter(
+            x=shown(pd.DatetimeIndex(values.index), frame.view.zone), y=values * factor, name=readable(name), mode="lines+markers",
+            line={"color": COLOURS.get(name, SERIES[i % len(SERIES)]), "width": 1.8},
+            marker={"size": np.where(lonely, 4, 0)},
+            customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=len(names) > 1,
+        )  # fmt: skip
+        if len(names) == 1:
+            figure.data[0].update(fill="tozeroy", fillcolor=faded(COLOURS.get(name, SERIES[0]), 0.10))
+    _time_axis(figure, frame)
+    return figure
+
+
+def faded(colour: str, opacity: float) -> str:
+    """`colour` (#rrggbb) with an opacity."""
+    r, g, b = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({r},{g},{b},{opacity:g})"
+
+
+def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> go.Figure:
+    """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
+    figure = _base(frame.height, hovermode="x unified")
+    wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
+    present = [name for name in order if name in wide]
+    wide = wide[present]
+    factor = _value_axis(figure, unit, float(wide.sum(axis=1).max()), frame.lines, bounded=share)
+    times = wide.index.to_series()
+    piece = (times.diff() > pd.Timedelta(seconds=1.5 * frame.view.step)).cumsum()
+    for number, (_, part) in enumerate(wide.groupby(piece)):
+        at = pd.DatetimeIndex(part.index)
+        if len(part) == 1:  # an area needs two points to be seen
+            half = pd.Timedelta(seconds=frame.view.step / 4)
+            part, at = part.loc[[at[0], at[0]]], pd.DatetimeIndex([at[0] - half, at[0] + half])
+        for i, name in enumerate(present):
+            colour = COLOURS.get(name, SERIES[i % len(SERIES)])
+            values = part[name].fillna(0.0)  # the others of this moment were measured: this one took no part in it
+            figure.add_scatter(
+                x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
+                stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0, mode="lines",
+                line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
+                customdata=_hover(values, unit), hovertemplate="%{customdata}",
+            )  # fmt: skip
+    _time_axis(figure, frame)
+    figure.update_layout(legend_traceorder="normal")
+    return figure
+
+
+def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
+    """Address regions (down) by time (across); `data`: time, region, value in 0..1. Unmeasured cells stay empty."""
+    figure = _base(frame.height)
+    view = frame.view
+    wide = data.pivot_table(index="region", columns="time", values="value", aggfunc="last", observed=True)
+    wide = wide.reindex(index=list(catalog.REGION_LABELS), columns=view.times)
+    figure.add_heatmap(
+        x=shown(view.times, view.zone), y=list(wide.index), z=wide.to_numpy() * 100,
+        zmin=0, zmax=100, colorscale="Cividis", hoverongaps=False,
+        colorbar={"thickness": 8, "ticksuffix": "%", "outlinewidth": 0, "nticks": 3, "tickfont": {"size": 10}, "xpad": 4},
+        hovertemplate=f"region %{{y}}, %{{x}}<br>{title} %{{z:.1f}} %<extra></extra>",
+    )  # fmt: skip
+    figure.update_yaxes(nticks=5, showgrid=False, title={"text": "region", "standoff": 2, "font": {"size": 10}})
+    figure.update_xaxes(
+        type="date",
+        range=[moment(view.start, view.zone), moment(view.end, view.zone)],
+        nticks=8,
+        tickformat=_tick_format(view),
+    )
+    return figure
+
+
+def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
+    """Two bars a prompt-length bucket: hits of queried and of hittable tokens; under each the tokens that were asked."""
+    figure = _base(height, barmode="group", bargap=0.3, bargroupgap=0.06)
+    ticks = [f"{b}<br>{quantity(q, 'tokens')}" for b, q in zip(data["length_bucket"], data["queried"], strict=True)]
+    for column, name, of, colour in (
+        ("hit_of_queried", "of queried", "queried", BLUE),
+        ("hit_of_hittable", "of hittable", "hittable", GREEN),
+    ):
+        shares = data[column] * 100
+        figure.add_bar(
+            x=ticks, y=shares, name=name, marker_color=colour,
+            text=[f"{v:.0f}%" if pd.notna(v) else "" for v in shares], textposition="outside", textfont={"size": 10},
+            cliponaxis=False,
+            customdata=[(quantity(h, "tokens"), quantity(d, "tokens"), quantity(s, "ratio"))
+                        for h, d, s in zip(data["hit"], data[of], data[column], strict=True)],
+            hovertemplate=f"%{{customdata[2]}}: %{{customdata[0]}} hit of %{{customdata[1]}} {of}<extra></extra>",
+        )  # fmt: skip
+    figure.update_yaxes(range=[0, 112], ticksuffix="%", tickvals=[0, 25, 50, 75, 100])
+    return figure
+
+
+def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
+    """Free runs by length in blocks."""
+    figure = _base(height, bargap=0.15)
+    figure.add_bar(
+        x=data["label"], y=data["runs"], marker_color=STEEL,
+        text=[f"{v:,.0f}" if v else "" for v in data["runs"]], textposition="outside", textfont={"size": 10}, cliponaxis=False,
+        customdata=data["length"], hovertemplate="%{y:,.0f} runs of %{customdata} blocks<extra></extra>",
+    )  # fmt: skip
+    figure.update_xaxes(
+        type="category",
+        tickangle=0,
+        title={"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2},
+    )
+    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 1.0) * 1.2])
+    return figure
+
+
+def _fitting(text: str, share_of_width: float) -> str:
+    """`text` if about 80 characters fit the whole width and it fits its share of it."""
+    return text if len(text) + 1 <= 80 * share_of_width else ""
+
+
+def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
+    """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given."""
+    figure = _base(height, barmode="stack", bargap=0.35)
+    longest = max(float(parts.sum()) for parts in rows.values())
+    factor, unit = axis_unit("seconds", longest)
+    names = list(dict.fromkeys(name for parts in rows.values() for name in parts.index))
+    labels = [f"{row}<br><b>{quantity(float(parts.sum()), 'seconds')}</b>" for row, parts in rows.items()]
+    for i, name in enumerate(names):
+        values = [float(parts.get(name, 0.0)) for parts in rows.values()]
+        if not any(values):
+            continue
+        shares = [value / float(parts.sum()) for value, parts in zip(values, rows.values(), strict=True)]
+        figure.add_bar(
+            y=labels, x=np.array(values) * factor, orientation="h", name=readable(name),
+            marker={"color": COLOURS.get(name, SERIES[i % len(SERIES)]), "line": {"width": 0}},
+            text=[_fitting(f"{readable(name)} {s:.0%}", v / longest) for v, s in zip(values, shares, strict=True)], textposition="inside",
+            insidetextanchor="middle", textangle=0, textfont={"size": 11, "color": "white"}, constraintext="none",
+            customdata=[(quantity(v, "seconds"), quantity(s, "ratio")) for v, s in zip(values, shares, strict=True)],
+            hovertemplate=f"{readable(name)}: %{{customdata[0]}} (%{{customdata[1]}})<extra></extra>",
+        )  # fmt: skip
+    figure.update_xaxes(showgrid=True, ticksuffix=f" {unit}", nticks=6)
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(legend_traceorder="normal")
+    return figure
+
+
+def forecast(
+    history: pd.DataFrame, past: pd.DataFrame, ahead: pd.DataFrame, unit: str, frame: Frame, *,
+    median: str, bands: Mapping[float, tuple[str, str]], bounded: bool = False,
+) -> go.Figure:  # fmt: skip
+    """What came, what was forecast an hour before it (widest band faint), and what is forecast now with its bands.
+
+    `history`: time, value. `past` and `ahead`: time, `median` and the columns of `bands` (share -> lower, upper), in the
+    unit of the signal. A forecast is about the ten minutes before its time and is drawn at their middle.
+    """
+    figure = _base(frame.height, hovermode="x unified")
+    view, widest = frame.view, bands[max(bands)]
+    tops = [float(top.max()) for top in (history["value"], past[median], ahead[widest[1]]) if len(top)]
+    factor = _value_axis(figure, unit, max(tops, default=0.0), frame.lines, bounded)
+
+    def middle(data: pd.DataFrame) -> pd.DatetimeIndex:
+        return shown(pd.DatetimeIndex(data["time"]) - pd.Timedelta(minutes=5), view.zone)
+
+    def band(data: pd.DataFrame, share: float, colour: str) -> None:
+        for column, fill in zip(bands[share], (None, "tonexty"), strict=True):
+            figure.add_scatter(
+                x=middle(data), y=data[column] * factor, mode="lines", line={"width": 0}, fill=fill,
+                fillcolor=faded(colour, 0.16), hoverinfo="skip", showlegend=False,
+            )  # fmt: skip
+
+    def centre(data: pd.DataFrame, name: str, **look: Any) -> None:
+        texts = [
+            f"{quantity(m, unit)} ({quantity(low, unit)} to {quantity(high, unit)})"
+            for m, low, high in zip(data[median], data[widest[0]], data[widest[1]], strict=True)
+        ]
+        figure.add_scatter(
+            x=middle(data), y=data[median] * factor, name=name, customdata=texts, hovertemplate="%{customdata}", **look
+        )
+
+    if len(past):
+        band(past, max(bands), STEEL)
+        centre(past, "forecast 1 h before", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
+    values = on_grid(history, view)
+    figure.add_scatter(
+        x=shown(view.times, view.zone), y=values * factor, mode="lines", name="measured", line={"color": BLUE, "width": 1.8},
+        customdata=_hover(values, unit), hovertemplate="%{customdata}",
+    )  # fmt: skip
+    if len(ahead):
+        for share in sorted(bands, reverse=True):
+            band(ahead, share, ORANGE)
+        shares = ", ".join(f"{share * 100:g}" for share in sorted(bands))
+        centre(
+            ahead,
+            f"next hour ({shares} %)",
+            mode="lines+markers",
+            line={"color": ORANGE, "width": 2},
+            marker={"size": 5},
+        )
+    _time_axis(figure, frame)
+    last = max([moment(view.end, view.zone), *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])
+    figure.update_xaxes(range=[moment(view.start, view.zone), last])
+    figure.add_vline(x=moment(view.end, view.zone), line={"color": GREY, "width": 1, "dash": "dot"})
+    return figure

@@ -1,0 +1,156 @@
+"""Now: is the service well, what is saturated, and what is different from an hour ago. One screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from html import escape
+
+import pandas as pd
+import streamlit as st
+
+from observability.app import charts, findings, queries, ui
+from observability.app.queries import Change
+from observability.app.ui import Content, Context, Panel
+from observability.app.units import quantity, setting
+from observability.objectives import KV_USAGE_WARNING, LATENCY_OBJECTIVES, LatencyObjective
+from observability.signals import Signal
+
+Words = Callable[[Context, pd.DataFrame], str]
+_VERDICTS = {"met": "✓ met", "near": "▲ near", "missed": "✕ missed", "unknown": "no requests"}
+
+
+def _objective_words(objective: LatencyObjective) -> Words:
+    def words(context: Context, data: pd.DataFrame) -> str:
+        now = queries.objective_now(context.source, context.view, objective)
+        return (
+            f'<div class="figure"><b>{quantity(now.p99, "seconds")}</b>'
+            f'<em class="verdict {now.verdict}">{_VERDICTS[now.verdict]}</em>'
+            f"<span>{quantity(now.share_over, 'ratio')} over {setting(objective.threshold_seconds, 'seconds')},"
+            f" {setting(now.allowed, 'ratio')} allowed</span></div>"
+        )
+
+    return words
+
+
+def _objective_panel(objective: LatencyObjective) -> Panel:
+    p99, over = queries.quantile_signal(objective, 0.99), queries.over_threshold_signal(objective)
+    line = charts.Line(objective.threshold_seconds, setting(objective.threshold_seconds, "seconds"))
+    return Panel(
+        f"objective-{objective.name}", f"Is {objective.title.lower()} within its objective?", "P99", (p99, over),
+        lambda source, view: queries.over_time(source, view, p99),
+        lambda data, frame: charts.lines(data, "seconds", frame),
+        lines=(line,),
+        note=f"Objective: {objective.target:.0%} at or under {setting(objective.threshold_seconds, 'seconds')}. "
+        "The verdict is judged by the share over the threshold, which is exact; P99 is interpolated in its bucket.",
+        words=_objective_words(objective),
+    )  # fmt: skip
+
+
+def _value_words(signal: Signal) -> Words:
+    def words(context: Context, data: pd.DataFrame) -> str:
+        value = queries.current(data, context.view)
+        return f'<div class="figure"><b>{quantity(value, signal.unit)}</b></div>'
+
+    return words
+
+
+def _saturation_panel(key: str, question: str, signal: Signal, note: str, lines: tuple[charts.Line, ...] = ()) -> Panel:
+    bounded = signal.unit == "ratio"
+    return Panel(
+        key, question, "", (signal,),
+        lambda source, view: queries.over_time(source, view, signal),
+        lambda data, frame: charts.lines(data, signal.unit, frame, bounded=bounded),
+        lines=lines, note=note, words=_value_words(signal),
+    )  # fmt: skip
+
+
+OBJECTIVES = tuple(_objective_panel(o) for o in LATENCY_OBJECTIVES)
+SATURATION = (
+    _saturation_panel(
+        "requests", "How much load arrives?", queries.REQUESTS, "Requests received per second, over five minutes."
+    ),
+    _saturation_panel(
+        "kv-usage", "Is the KV pool full?", queries.KV_USAGE,
+        "Blocks held by running requests, as a share of the pool. Cached blocks in use by nobody do not count.",
+        (charts.Line(KV_USAGE_WARNING, f"{KV_USAGE_WARNING:.0%}"),),
+    ),
+    _saturation_panel(
+        "waiting", "Is anybody waiting?", queries.WAITING, "Requests queued, waiting for KV blocks, or preempted."
+    ),
+    _saturation_panel("running", "How many run at once?", queries.RUNNING, "Requests in prefill or decode."),
+)  # fmt: skip
+
+
+def draw(context: Context) -> None:
+    """Objectives, saturation, changes, and where the slow requests wait."""
+    for column, panel in zip(st.columns(len(OBJECTIVES)), OBJECTIVES, strict=True):
+        with column:
+            ui.card(context, panel, 118)
+    for column, panel in zip(st.columns(len(SATURATION)), SATURATION, strict=True):
+        with column:
+            ui.card(context, panel, 104)
+    left, right = st.columns(2)
+    with left:
+        ui.text_card(
+            context, "changes", "What changed in the last hour against the hour before?", "median of each hour",
+            [signal for _, signal, _ in queries.COMPARED], _changes,
+            note="A change is clear when the medians differ by more than the spread of the hour before "
+            "(its interquartile range, at least 1 %). Unclear ones are grey.",
+        )  # fmt: skip
+    with right:
+        ui.text_card(
+            context, "slowest", "Where do the slowest 1 % spend their time?", "mean of the last 5 min",
+            [queries.TAIL[0.99], queries.TAIL[0.5], queries.KV_USAGE], _slowest,
+        )  # fmt: skip
+
+
+def _changes(context: Context) -> Content:
+    changes = queries.hour_against_hour(context.source, context.view)
+    if not changes:
+        return Content(absent="Needs values from both hours; the source has fewer.")
+    return Content(changes_table(changes), data=pd.DataFrame([asdict(change) for change in changes]))
+
+
+def changes_table(changes: Sequence[Change], rows: int = 7) -> str:
+    """HTML of the first `rows` changes; those that are not clear are grey."""
+    lines = []
+    for row in changes[:rows]:
+        clear = row.score >= 1
+        kind = "" if row.worse is None or not clear else ("worse" if row.worse else "better")
+        lines.append(
+            f'<tr class="{"" if clear else "quiet"}"><td>{escape(row.title)}</td><td>{quantity(row.before, row.unit)}</td>'
+            f'<td>{quantity(row.after, row.unit)}</td><td class="{kind}">{in_words(row)}'
+            f"{' ' + kind if kind else ''}</td></tr>"
+        )
+    head = "<tr><th></th><th>hour before</th><th>last hour</th><th>change</th></tr>"
+    return f'<table class="plain">{head}{"".join(lines)}</table>'
+
+
+def in_words(change: Change) -> str:
+    """▲ 12 %, ▼ 3 %, ▲ 4.2 times, ▲ from 0, = or ≈. Shares change by points, not by percent."""
+    before, after = change.before, change.after
+    if after == before:
+        return "="
+    arrow = "▲" if after > before else "▼"
+    if change.unit == "ratio":
+        points = abs(after - before) * 100
+        return f"{arrow} {points:.1f} points" if points >= 0.05 else "≈"
+    if before == 0:
+        return f"{arrow} from 0"
+    ratio = after / before
+    if ratio >= 2:
+        return f"{arrow} {ratio:.1f} times"
+    return f"{arrow} {abs(ratio - 1) * 100:.0f} %" if abs(ratio - 1) >= 0.005 else "≈"
+
+
+def _slowest(context: Context) -> Content:
+    source, view = context.source, context.view
+    slow = queries.makeup_now(source, view, 0.99)
+    if slow is None:
+        return Content(absent=ui.why_absent(context, [queries.TAIL[0.99]]))
+    usage = queries.newest(queries.over_time(source, view, queries.KV_USAGE))
+    finding = findings.explain(slow, queries.makeup_now(source, view, 0.5), usage)
+    if finding is None:
+        return Content(absent="The slowest requests took no measurable time.")
+    return Content(ui.finding_html(finding, actions=2), data=slow.rows())

@@ -1,0 +1,355 @@
+"""What each panel reads: pure functions from a series source and a view to a DataFrame or a small record.
+
+Charts and pages take what these return; nothing else in the app touches a source. A value that the source does not
+have is a missing row, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from observability import catalog, objectives
+from observability.app.view import View
+from observability.objectives import LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
+from observability.signals import BY_NAME, SIGNALS, Signal
+from observability.store.source import SeriesSource
+
+HOUR = 3600.0
+#: One step of the hour-against-hour comparison.
+COMPARISON_STEP = 60.0
+
+REQUESTS = BY_NAME["model:kvscope_requests_received:rate5m"]
+OUTCOMES = BY_NAME["model_outcome:kvscope_requests:rate5m"]
+GENERATED = BY_NAME["model:kvscope_generation_tokens:rate5m"]
+RUNNING = BY_NAME["model:kvscope_requests_running:sum"]
+WAITING = BY_NAME["model:kvscope_requests_waiting:sum"]
+PREEMPTIONS = BY_NAME["model:kvscope_preemptions:rate5m"]
+KV_USAGE = BY_NAME["model:kvscope_kv_usage:ratio"]
+HIT_RATE = BY_NAME["model:kvscope_kv_hit:ratio_rate5m"]
+HIT_RATE_BY_LENGTH = BY_NAME["model_length_bucket:kvscope_kv_hit:ratio_rate5m"]
+HIT_OF_HITTABLE_BY_LENGTH = BY_NAME["model_length_bucket:kvscope_kv_hit_of_hittable:ratio_rate5m"]
+QUERIED = BY_NAME["model_length_bucket:kvscope_kv_queried_tokens:rate5m"]
+HITTABLE = BY_NAME["model_length_bucket:kvscope_kv_hittable_tokens:rate5m"]
+HIT = BY_NAME["model_length_bucket:kvscope_kv_hit_tokens:rate5m"]
+BLOCKS = BY_NAME["model_state:kvscope_kv_blocks:sum"]
+LAYOUTS = BY_NAME["model_layout:kvscope_kv_layout_blocks:sum"]
+EVICTED = BY_NAME["model:kvscope_kv_evicted_blocks:rate5m"]
+INTERNAL = BY_NAME["model:kvscope_kv_internal_fragmentation:ratio"]
+EXTERNAL = BY_NAME["model:kvscope_kv_external_fragmentation:ratio"]
+REGION_USAGE = BY_NAME["model_region:kvscope_kv_region_usage:ratio"]
+REGION_FRAGMENTATION = BY_NAME["model_region:kvscope_kv_region_fragmentation:ratio"]
+FREE_RUNS = BY_NAME["model_le:kvscope_kv_free_runs:sum"]
+QUANT_ERROR = BY_NAME["model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m"]
+STEP_SHARE = BY_NAME["model_component:kvscope_step_seconds:rate5m"]
+TAIL = {
+    q: BY_NAME[f"model_state_component:kvscope_request_phase_seconds:p{q * 100:g}_tail_mean5m"]
+    for q in (0.5, 0.9, 0.99)
+}
+
+
+def quantile_signal(objective: LatencyObjective, q: float) -> Signal:
+    """The recorded quantile `q` (0.5, 0.9 or 0.99) of an objective's latency."""
+    return BY_NAME[f"model:{objective.family.name}:p{q * 100:g}_5m"]
+
+
+def over_threshold_signal(objective: LatencyObjective) -> Signal:
+    """The recorded share of an objective's latencies over its threshold."""
+    return BY_NAME[f"model:{objective.family.name}:error_ratio_rate5m"]
+
+
+# -- reading one signal ---------------------------------------------------------------------------------------------
+
+
+def over_time(source: SeriesSource, view: View, signal: Signal) -> pd.DataFrame:
+    """Columns time, the signal's labels beyond model, value."""
+    frame = source.range(signal.name, view.start, view.end, view.step, view.where)
+    return frame.drop(columns="model", errors="ignore")
+
+
+def several_over_time(source: SeriesSource, view: View, named: dict[str, Signal]) -> pd.DataFrame:
+    """Columns time, series (the keys of `named`), value. A signal that the source does not have adds no row."""
+    frames = [over_time(source, view, signal).assign(series=name) for name, signal in named.items()]
+    return pd.concat(frames, ignore_index=True)[["time", "series", "value"]]
+
+
+def newest(frame: pd.DataFrame) -> float | None:
+    """The value of the newest row, None without rows."""
+    return None if frame.empty else float(frame["value"].iloc[int(frame["time"].argmax())])
+
+
+def at_newest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the newest time."""
+    return frame[frame["time"] == frame["time"].max()]
+
+
+# -- is the source alive ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """`state`: live, stale (nothing new for over STALE_AFTER_SECONDS) or empty (never wrote). `newest` is Unix time."""
+
+    state: Literal["live", "stale", "empty"]
+    age: float | None = None
+    newest: float | None = None
+
+
+def freshness(source: SeriesSource, now: float) -> Freshness:
+    """How old the newest data of the source is."""
+    age = source.freshness()
+    if age is None:
+        return Freshness("empty")
+    return Freshness("stale" if age > STALE_AFTER_SECONDS else "live", age, now - age)
+
+
+# -- Now --------------------------------------------------------------------------------------------------------------
+
+Verdict = Literal["met", "near", "missed", "unknown"]
+#: An objective is "near" from this share of its threshold on.
+NEAR = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveNow:
+    """One latency objective over the last five minutes. None where nothing was measured."""
+
+    objective: LatencyObjective
+    p99: float | None
+    share_over: float | None
+
+    @property
+    def allowed(self) -> float:
+        """Share that may be over the threshold."""
+        return 1 - self.objective.target
+
+    @property
+    def verdict(self) -> Verdict:
+        """Judged by the share over the threshold (exact: the threshold is a bucket bound); P99 tells how near it is."""
+        if self.share_over is None:
+            return "unknown"
+        if self.share_over > self.allowed:
+            return "missed"
+        return "near" if (self.p99 or 0.0) >= NEAR * self.objective.threshold_seconds else "met"
+
+
+def objective_now(source: SeriesSource, view: View, objective: LatencyObjective) -> ObjectiveNow:
+    """A latency objective at the end of the view."""
+    p99 = over_time(source, view, quantile_signal(objective, 0.99))
+    over = over_time(source, view, over_threshold_signal(objective))
+    return ObjectiveNow(objective, current(p99, view), current(over, view))
+
+
+def current(frame: pd.DataFrame, view: View) -> float | None:
+    """The newest value, if it is of the last two steps (at least two minutes) of the view; an older one is history."""
+    recent = pd.Timestamp(view.end - max(2 * view.step, 120.0), unit="s", tz="UTC")
+    return newest(frame[frame["time"] >= recent])
+
+
+#: What the hour-against-hour comparison looks at, by a short name, and whether more of it is worse (+1), better (-1)
+#: or neither (0).
+COMPARED: tuple[tuple[str, Signal, int], ...] = (
+    *((f"{o.title} P99", quantile_signal(o, 0.99), 1) for o in LATENCY_OBJECTIVES),
+    ("Requests received", REQUESTS, 0),
+    ("Tokens generated", GENERATED, 0),
+    ("Requests waiting", WAITING, 1),
+    ("Requests running", RUNNING, 0),
+    ("KV pool held", KV_USAGE, 1),
+    ("KV hit rate", HIT_RATE, -1),
+    ("Blocks evicted", EVICTED, 1),
+    ("Preemptions", PREEMPTIONS, 1),
+    ("External fragmentation", EXTERNAL, 1),
+    ("Internal fragmentation", INTERNAL, 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One signal in the last hour of a view against the hour before: medians, in `unit`.
+
+    `score` is the difference of the medians over the spread of the hour before (its interquartile range, at least 1 % of
+    its median): from 1 on a change is clear. `worse` is None where neither direction is bad.
+    """
+
+    title: str
+    unit: str
+    before: float
+    after: float
+    score: float
+    worse: bool | None
+
+
+def hour_against_hour(source: SeriesSource, view: View) -> list[Change]:
+    """What is different in the last hour of the view, the clearest change first. A signal that lacks an hour is left out."""
+    middle = pd.Timestamp(view.end - HOUR, unit="s", tz="UTC")
+    changes = []
+    for title, signal, bad_direction in COMPARED:
+        frame = source.range(signal.name, view.end - 2 * HOUR, view.end, COMPARISON_STEP, view.where)
+        before, after = frame.loc[frame["time"] <= middle, "value"], frame.loc[frame["time"] > middle, "value"]
+        if before.empty or after.empty:
+            continue
+        difference = float(after.median() - before.median())
+        spread = max(float(np.subtract(*np.percentile(before, [75, 25]))), 0.01 * abs(float(before.median())))
+        score = 0.0 if difference == 0 else abs(difference) / spread if spread else np.inf
+        worse = None if bad_direction == 0 or difference == 0 else difference * bad_direction > 0
+        changes.append(Change(title, signal.unit, float(before.median()), float(after.median()), score, worse))
+    return sorted(changes, key=lambda change: -change.score)
+
+
+# -- KV cache -----------------------------------------------------------------------------------------------------------
+
+
+def hits_by_length(source: SeriesSource, view: View) -> pd.DataFrame:
+    """One row a prompt-length bucket that was looked up in the view, shortest first.
+
+    Columns: length_bucket, queried, hittable, hit (tokens over the view, from the mean rate), hit_of_queried,
+    hit_of_hittable (shares of these sums, so a busy minute weighs more than a quiet one; absent when nothing counts).
+    """
+    sums = pd.DataFrame(
+        {
+            name: over_time(source, view, signal).groupby("length_bucket")["value"].sum() * view.step
+            for name, signal in (("queried", QUERIED), ("hittable", HITTABLE), ("hit", HIT))
+        }
+    )
+    asked = set(sums.index[sums["queried"] > 0])
+    sums = sums.reindex([bucket for bucket in catalog.LENGTH_BUCKETS if bucket in asked])
+    sums["hit_of_queried"] = sums["hit"] / sums["queried"]
+    sums["hit_of_hittable"] = sums["hit"] / sums["hittable"].where(sums["hittable"] > 0)
+    return sums.rename_axis("length_bucket").reset_index()
+
+
+def quantization_error(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Columns time, series (tensor, layer group and scheme in words), value: relative RMS error."""
+    frame = over_time(source, view, QUANT_ERROR)
+    if frame.empty:
+        return frame.assign(series="")
+    scheme = "" if frame["scheme"].nunique() == 1 else " " + frame["scheme"]
+    return frame.assign(series=frame["tensor"] + " " + frame["layer_group"] + scheme)
+
+
+def free_run_lengths(source: SeriesSource, view: View) -> pd.DataFrame:
+    """How many free runs there are of each length, at the newest time of the view; counts are not cumulative.
+
+    Columns: label (longest length of the class in blocks), length (the class in words: 5 to 8), runs.
+    """
+    frame = at_newest(over_time(source, view, FREE_RUNS))
+    frame = frame.assign(longest=frame["le"].astype(float)).sort_values("longest", ignore_index=True)
+    runs = frame["value"].diff().fillna(frame["value"])
+    shortest = frame["longest"].shift(fill_value=0.0) + 1
+    classes = list(zip(shortest, frame["longest"], strict=True))
+    return pd.DataFrame(
+        {
+            "label": [_short_count(high) if np.isfinite(high) else f"> {_short_count(low - 1)}" for low, high in classes],
+            "length": [
+                f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}" if np.isfinite(high) else f"at least {low:,.0f}"
+                for low, high in classes
+            ],
+            "runs": runs,
+        }
+    )  # fmt: skip
+
+
+def _short_count(blocks: float) -> str:
+    return f"{blocks / 1024:g}K" if blocks >= 1024 else f"{blocks:g}"
+
+
+# -- P99 ----------------------------------------------------------------------------------------------------------------
+
+By = Literal["state", "component"]
+
+
+def makeup_over_time(source: SeriesSource, view: View, q: float, by: By) -> pd.DataFrame:
+    """Mean seconds of the slowest 1 - q of the requests by `by`. Columns time, series, value; what never took time is left out."""
+    frame = over_time(source, view, TAIL[q])
+    frame = frame.groupby(["time", by], observed=True)["value"].sum().reset_index().rename(columns={by: "series"})
+    used = frame.groupby("series")["value"].max()
+    return frame[frame["series"].isin(used[used > 0].index)].reset_index(drop=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Makeup:
+    """Mean make-up of the slowest requests at one time: `matrix` is seconds, states down, components across."""
+
+    q: float
+    time: pd.Timestamp
+    matrix: pd.DataFrame
+
+    @property
+    def seconds(self) -> float:
+        """Their mean latency."""
+        return float(self.matrix.to_numpy().sum())
+
+    def rows(self) -> pd.DataFrame:
+        """Columns state, component, value (seconds)."""
+        return self.matrix.rename_axis("state").reset_index().melt(id_vars="state", var_name="component")
+
+
+def makeup_now(source: SeriesSource, view: View, q: float) -> Makeup | None:
+    """The newest make-up in the view; None when no request ended in it."""
+    frame = over_time(source, view, TAIL[q])
+    if frame.empty:
+        return None
+    rows = at_newest(frame)
+    matrix = rows.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True)
+    # A part that has no series never took time: the parts still add up to the latency.
+    matrix = matrix.reindex(index=list(catalog.STATES), columns=list(catalog.COMPONENTS)).fillna(0.0)
+    return Makeup(q, rows["time"].iloc[0], matrix)
+
+
+def latency_quantiles(source: SeriesSource, view: View, objective: LatencyObjective) -> pd.DataFrame:
+    """Columns time, series (P50, P90, P99), value in seconds."""
+    return several_over_time(source, view, {f"P{q * 100:g}": quantile_signal(objective, q) for q in (0.5, 0.9, 0.99)})
+
+
+# -- why a panel is empty ---------------------------------------------------------------------------------------------------
+
+#: Signals that only a run of the real model can feed, and why.
+NOT_IN_VIRTUAL_TIME = {
+    QUANT_ERROR.name: "Not measured in virtual time: the cost model stores no KV values, so there is no error to measure.",
+}
+#: What makes a signal of a live engine absent though the engine works.
+ABSENT_WHEN_LIVE = {
+    QUANT_ERROR.name: "No sample: the KV cache of this engine is not quantized, or the engine does not report the error.",
+    **{
+        s.name: "No request ended in this range, or the engine does not report where their time went."
+        for s in TAIL.values()
+    },
+    **{
+        s.name: "No prompt was looked up in this range, or the engine does not report the prefix cache."
+        for s in (QUERIED, HITTABLE, HIT, HIT_RATE, HIT_RATE_BY_LENGTH, HIT_OF_HITTABLE_BY_LENGTH)
+    },
+    **{
+        s.name: "No request was measured in this range."
+        for s in SIGNALS
+        if s.name.endswith(("p50_5m", "p90_5m", "p99_5m", "error_ratio_rate5m"))
+    },
+}
+
+
+def why_absent(signal_names: Sequence[str], simulated: bool) -> str:
+    """The reason to show in place of a chart for which the source has no row. `simulated`: the view is virtual time."""
+    for name in signal_names:
+        if simulated and name in NOT_IN_VIRTUAL_TIME:
+            return NOT_IN_VIRTUAL_TIME[name]
+    for name in signal_names:
+        if name in ABSENT_WHEN_LIVE:
+            return ABSENT_WHEN_LIVE[name]
+    return "The engine does not report it, or nothing was recorded in this range."
+
+
+def simulated_share(spans: Sequence[tuple[float, float]], view: View) -> float:
+    """Share of the view that comes from virtual time."""
+    covered = sum(max(0.0, min(end, view.end) - max(start, view.start)) for start, end in spans)
+    return covered / view.seconds
+
+
+def threshold_of(signal: Signal) -> float | None:
+    """The objective or warning line of a signal, in its unit."""
+    lines = {KV_USAGE.name: objectives.KV_USAGE_WARNING, QUANT_ERROR.name: objectives.QUANT_ERROR_WARNING}
+    for objective in LATENCY_OBJECTIVES:
+        lines |= {quantile_signal(objective, q).name: objective.threshold_seconds for q in (0.5, 0.9, 0.99)}
+    return lines.get(signal.name)

@@ -1,0 +1,25 @@
+"""Runs the app in this process until it is told to stop: checks the source and the port first, then hands over to Streamlit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamlit.web import bootstrap
+
+from observability.app import settings
+from observability.store.open import open_source
+from observability.supervise import check_port_free
+
+
+def serve(source: str, host: str, port: int) -> None:
+    """Serves the pages over `source` on host:port; returns after SIGTERM or SIGINT.
+
+    Raises StoreError when the source cannot be opened and ServiceError when the port is taken.
+    """
+    open_source(source)
+    check_port_free(host, port, "the app")
+    os.environ[settings.SOURCE_VARIABLE] = source
+    options = settings.options(host, port)
+    bootstrap.load_config_options(options)
+    bootstrap.run(str(Path(__file__).with_name("main.py")), False, [], options)

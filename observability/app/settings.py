@@ -1,0 +1,41 @@
+"""How Streamlit is run: local, quiet, in one theme with a light and a dark side. As options of `streamlit run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Environment variable that names the source for the app's process; `kvscope app --source` sets it.
+SOURCE_VARIABLE = "KVSCOPE_SOURCE"
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
+_MONO = "ui-monospace, 'SF Mono', 'Cascadia Code', 'Noto Sans Mono', 'Liberation Mono', monospace"
+LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#12161c"
+
+_LIGHT = {
+    "primaryColor": "#2467a6", "backgroundColor": LIGHT_BACKGROUND, "secondaryBackgroundColor": "#f4f6f8",
+    "textColor": "#1c2733", "borderColor": "#dfe4ea",
+}  # fmt: skip
+_DARK = {
+    "primaryColor": "#5aa2e0", "backgroundColor": DARK_BACKGROUND, "secondaryBackgroundColor": "#1b222b",
+    "textColor": "#dde4ec", "borderColor": "#2b3440",
+}  # fmt: skip
+
+
+def options(host: str, port: int) -> dict[str, Any]:
+    """Options by the name that streamlit.web.bootstrap takes: section and option joined by an underscore."""
+    return {
+        "server_address": host,
+        "server_port": port,
+        "server_headless": True,
+        "server_fileWatcherType": "none",
+        "server_runOnSave": False,
+        "browser_gatherUsageStats": False,
+        "client_toolbarMode": "minimal",
+        "client_showErrorDetails": "none",
+        "theme_font": _FONT,
+        "theme_codeFont": _MONO,
+        "theme_baseFontSize": 14,
+        "theme_baseRadius": "8px",
+        "theme_showWidgetBorder": True,
+        **{f"theme_light_{name}": value for name, value in _LIGHT.items()},
+        **{f"theme_dark_{name}": value for name, value in _DARK.items()},
+    }

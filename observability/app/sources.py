@@ -1,0 +1,125 @@
+"""The series source of the running app, with its reads cached for all viewers together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar, cast
+
+import pandas as pd
+import streamlit as st
+
+from observability.app.settings import SOURCE_VARIABLE
+from observability.errors import KvscopeError
+from observability.store.open import open_source
+from observability.store.source import ANY, SeriesSource
+
+#: Seconds that a read is shared: as long as one tick of the view's end, so that each tick reads once.
+TTL = 15.0
+#: Reads kept for the time in which the source cannot be asked.
+MAX_KEPT = 1000
+
+_T = TypeVar("_T")
+
+_Where = tuple[tuple[str, str], ...]
+
+
+@st.cache_resource(show_spinner=False)
+def _opened(spec: str) -> SeriesSource:
+    return open_source(spec)
+
+
+@st.cache_data(ttl=TTL, max_entries=2000, show_spinner=False)
+def _range(spec: str, signal: str, start: float, end: float, step: float, where: _Where) -> pd.DataFrame:
+    return _opened(spec).range(signal, start, end, step, dict(where))
+
+
+@st.cache_data(ttl=TTL, max_entries=500, show_spinner=False)
+def _latest(spec: str, signal: str, where: _Where) -> pd.DataFrame:
+    return _opened(spec).latest(signal, dict(where))
+
+
+@st.cache_data(ttl=TTL, max_entries=500, show_spinner=False)
+def _forecasts(spec: str, signal: str, where: _Where, model: str) -> pd.DataFrame:
+    return _opened(spec).forecasts(signal, dict(where), model)
+
+
+@st.cache_data(ttl=TTL, max_entries=200, show_spinner=False)
+def _simulated(spec: str, start: float, end: float) -> list[tuple[float, float]]:
+    return list(_opened(spec).simulated(start, end))
+
+
+@st.cache_data(ttl=TTL, max_entries=10, show_spinner=False)
+def _models(spec: str) -> list[str]:
+    return list(_opened(spec).models())
+
+
+@st.cache_data(ttl=2.0, max_entries=10, show_spinner=False)
+def _newest(spec: str) -> float | None:
+    age = _opened(spec).freshness()
+    return None if age is None else time.time() - age
+
+
+class CachedSource:
+    """A SeriesSource that reads through the caches above; errors are not cached, so a source that returns is seen.
+
+    `offline` is the error for which the source is not asked at all: reads then give what they last gave (charts end
+    where it ends), or raise that error. So a dead server costs one time-out a refresh, not one a chart.
+    """
+
+    def __init__(self, spec: str, offline: KvscopeError | None = None) -> None:
+        self.spec = spec
+        self._offline = offline
+
+    def offline(self, error: KvscopeError) -> CachedSource:
+        """The same source, not asked again."""
+        return CachedSource(self.spec, error)
+
+    def _kept(self, key: tuple[Hashable, ...], read: Callable[[], _T]) -> _T:
+        """What `read` gives, kept under `key`; without asking, what was kept."""
+        kept, key = _last_reads(), (self.spec, *key)
+        if self._offline is not None:
+            if key not in kept:
+                raise self._offline
+            return cast(_T, kept[key])
+        value = kept[key] = read()
+        while len(kept) > MAX_KEPT:
+            kept.pop(next(iter(kept)), None)
+        return value
+
+    def range(self, signal: str, start: float, end: float, step: float, where: Mapping[str, str] = ANY) -> pd.DataFrame:
+        labels = tuple(sorted(where.items()))
+        key = ("range", signal, end - start, step, labels)
+        return self._kept(key, lambda: _range(self.spec, signal, start, end, step, labels))
+
+    def latest(self, signal: str, where: Mapping[str, str] = ANY) -> pd.DataFrame:
+        labels = tuple(sorted(where.items()))
+        return self._kept(("latest", signal, labels), lambda: _latest(self.spec, signal, labels))
+
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
+        labels = tuple(sorted(where.items()))
+        return self._kept(("forecasts", signal, labels, model), lambda: _forecasts(self.spec, signal, labels, model))
+
+    def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
+        return self._kept(("simulated", end - start), lambda: _simulated(self.spec, start, end))
+
+    def models(self) -> list[str]:
+        return self._kept(("models",), lambda: _models(self.spec))
+
+    def freshness(self) -> float | None:
+        newest = _newest(self.spec)
+        return None if newest is None else max(0.0, time.time() - newest)
+
+    def describe(self) -> str:
+        return _opened(self.spec).describe()
+
+
+@st.cache_resource(show_spinner=False)
+def _last_reads() -> dict[tuple[Hashable, ...], object]:
+    return {}
+
+
+def current_source() -> CachedSource:
+    """The source that this process was started for."""
+    return CachedSource(os.environ[SOURCE_VARIABLE])

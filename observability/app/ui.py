@@ -1,0 +1,280 @@
+"""The parts every page is built from: header controls, chart cards with their states, banners. Streamlit lives here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from urllib.parse import urlencode
+from zoneinfo import ZoneInfo
+
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
+
+from observability.app import charts, queries
+from observability.app.findings import Finding
+from observability.app.queries import Freshness
+from observability.app.units import duration
+from observability.app.view import DEFAULT_RANGE, RANGES, View, make_view, moment
+from observability.errors import KvscopeError
+from observability.signals import Signal
+from observability.store.source import SeriesSource
+
+log = logging.getLogger(__name__)
+
+_MARK = '<path d="M2 20V4h4v16zM8 20v-7h4v7zM14 20V9h4v11z" fill="#2f7fc1"/><path d="M20 20V2h2v18z" fill="#d1493f"/>'
+LOGO = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24">{_MARK}</svg>'
+LOGO_WITH_NAME = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" width="112" height="24" viewBox="0 0 112 24">{_MARK}<text x="30" y="18.5" fill="#7d8794" '
+    'font-family="system-ui,-apple-system,Segoe UI,Roboto,Noto Sans,Liberation Sans,sans-serif" font-size="18" '
+    'font-weight="600">kvscope</text></svg>'
+)
+REFRESH_SECONDS = 15
+CHART_CONFIG = {"displayModeBar": False, "displaylogo": False}
+_PAGE_NAMES = {"kv-cache": "the KV cache", "p99": "the make-up over time", "forecast": "the next hour"}
+#: From this share of the view on, a missing signal is explained by virtual time.
+_MOSTLY_SIMULATED = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a page draws from: the source, the view, and the spans of the view that come from virtual time."""
+
+    source: SeriesSource
+    view: View
+    simulated: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart card: the question that it answers, what it reads and how it is drawn.
+
+    `read` may return no rows: the card then says why, by the signals it stands on.
+    """
+
+    key: str
+    question: str
+    unit: str
+    signals: tuple[Signal, ...]
+    read: Callable[[SeriesSource, View], pd.DataFrame]
+    draw: Callable[[pd.DataFrame, charts.Frame], go.Figure]
+    lines: Sequence[charts.Line] = ()
+    note: str = ""
+    words: Callable[[Context, pd.DataFrame], str] | None = None  # HTML over the chart: the figure of now, in words
+
+
+# -- header ---------------------------------------------------------------------------------------------------------
+
+
+def style() -> None:
+    """Adds the style sheet; it takes no place on the page."""
+    st.html(Path(__file__).with_name("style.css"))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the reader chose: model, range in seconds, end (None: follow the present), time zone."""
+
+    model: str | None
+    seconds: int
+    end: float | None
+    zone: str
+
+    def view(self, now: float) -> View:
+        return make_view(self.model or "", self.seconds, self.end or now, self.zone)
+
+
+def controls(models: Sequence[str]) -> Selection:
+    """The row of filters under the header; every choice is in the URL and holds on every page."""
+    with st.container(key="controls", horizontal=True, vertical_alignment="center", gap="small"):
+        chosen = st.segmented_control(
+            "Time range", list(RANGES), default=DEFAULT_RANGE, key="range", bind="query-params", required=True,
+            label_visibility="collapsed",
+        )  # fmt: skip
+        st.html('<span class="until">until</span>', width="content")
+        end = st.datetime_input(
+            "End of the range", value=None, key="end", bind="query-params", step=60, label_visibility="collapsed",
+            width=190,
+        )  # fmt: skip
+        st.html(f'<span class="until">{"(empty: now)" if end is None else ""}</span>', width="content")
+        st.space("stretch")
+        zone_name = st.segmented_control(
+            "Time zone", ["UTC", "local"], default="UTC", key="tz", bind="query-params", required=True,
+            label_visibility="collapsed",
+        )  # fmt: skip
+        model = st.selectbox(
+            "Model", list(models) or ["no model yet"], key="model", bind="query-params", label_visibility="collapsed",
+            width=230,
+        )  # fmt: skip
+    zone = "UTC" if zone_name != "local" else (st.context.timezone or "UTC")
+    unix = None if end is None else end.replace(tzinfo=ZoneInfo(zone)).timestamp()
+    return Selection(model if models else None, RANGES[chosen or DEFAULT_RANGE], unix, zone)
+
+
+def status_place() -> DeltaGenerator:
+    """The place at the right of the header where `status` writes."""
+    return st.container(key="status")
+
+
+def status(place: DeltaGenerator, kind: str, text: str, simulated: bool = False) -> None:
+    """The pill in the header: `kind` is live, stale, down or reading. Shape and words tell it, not only colour."""
+    virtual = '<span class="pill virtual">Simulated</span>' if simulated else ""
+    place.html(f'{virtual}<span class="pill {kind}" role="status"><i></i>{escape(text)}</span>')
+
+
+def freshness_status(place: DeltaGenerator, fresh: Freshness, zone: str, simulated: bool) -> None:
+    """`status` of a source that answers."""
+    if fresh.state == "empty":
+        status(place, "stale", "No data yet")
+    elif fresh.state == "stale":
+        status(place, "stale", f"Stale since {moment(fresh.newest or 0, zone):%H:%M:%S}", simulated)
+    else:
+        status(place, "live", f"Live · {max(1, round(fresh.age or 0))} s old", simulated)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def banner(kind: str, title: str, text: str, commands: Sequence[str] = ()) -> None:
+    """A wide note: `kind` is error, warning or info. Commands are shown to be copied."""
+    code = "".join(f"<code>{escape(command)}</code>" for command in commands)
+    st.html(
+        f'<div class="banner {kind}" role="{"alert" if kind == "error" else "status"}"><b>{escape(title)}</b>'
+        f"<span>{escape(text)}</span>{code}</div>"
+    )
+
+
+def source_error(error: KvscopeError) -> None:
+    """The banner for a source that cannot be read at all."""
+    text = f"{error.next_step} " if error.next_step else ""
+    banner("error", error.reason, f"{text}The page tries again every {REFRESH_SECONDS} s; no reload is needed.")
+
+
+def empty_source(description: str) -> None:
+    """What to do when the source has never been written to."""
+    banner(
+        "info", "Nothing has been recorded yet.",
+        f"{description} holds no values. Record a running engine, or simulate some days of history:",
+        ("kvscope record http://127.0.0.1:8000/metrics", "kvscope history"),
+    )  # fmt: skip
+
+
+def stale_source(fresh: Freshness, zone: str) -> None:
+    """Since when nothing new has come."""
+    since = f"{moment(fresh.newest or 0, zone):%-d %b %H:%M:%S}"
+    banner(
+        "warning", f"Nothing new since {since} ({duration(fresh.age or 0)} ago).",
+        "The engine, its exporter or the recorder stopped. What is shown ends there; it goes on by itself when data returns.",
+    )  # fmt: skip
+
+
+# -- cards --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a card shows: words (HTML) over and below a figure, or the reason why there is nothing; `data` is offered as CSV."""
+
+    html: str = ""
+    figure: go.Figure | None = None
+    below: str = ""
+    absent: str = ""
+    data: pd.DataFrame | None = None
+
+
+def card(context: Context, panel: Panel, height: int = 200) -> None:
+    """A chart card of `height` px of chart."""
+
+    def build() -> Content:
+        data = panel.read(context.source, context.view)
+        if data.empty:
+            return Content(absent=why_absent(context, panel.signals))
+        figure = panel.draw(data, charts.Frame(context.view, context.simulated, panel.lines, height))
+        return Content(panel.words(context, data) if panel.words else "", figure, data=data)
+
+    _card(context, panel.key, panel.question, panel.unit, panel.note, panel.signals, build, height)
+
+
+def text_card(
+    context: Context, key: str, question: str, unit: str, signals: Sequence[Signal], write: Callable[[Context], Content],
+    *, note: str = "", height: int = 190,
+) -> None:  # fmt: skip
+    """A card of words (or a figure of its own) that `write` makes."""
+    _card(context, key, question, unit, note, signals, lambda: write(context), height)
+
+
+def why_absent(context: Context, signals: Sequence[Signal]) -> str:
+    """Why the source has no row of `signals` in the view."""
+    mostly = queries.simulated_share(context.simulated, context.view) >= _MOSTLY_SIMULATED
+    return queries.why_absent([s.name for s in signals], mostly)
+
+
+def _card(
+    context: Context, key: str, question: str, unit: str, note: str, signals: Sequence[Signal],
+    build: Callable[[], Content], height: int,
+) -> None:  # fmt: skip
+    """A failing read or drawing is told inside its card; the other cards go on."""
+    failed = ""
+    try:
+        content = build()
+    except KvscopeError as error:
+        content, failed = Content(), f"{error.reason} {error.next_step}"
+    except Exception:
+        log.exception("card %s failed", key)
+        content, failed = Content(), "This card failed; the log of the app has the reason. The others go on."
+    with st.container(border=True, key=f"card-{key}"):
+        with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
+            small = f"<small>{escape(unit)}</small>" if unit else ""
+            st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
+            with st.popover("", icon=":material/more_horiz:", type="tertiary", help="Query, CSV"):
+                _details(key, note, signals, content.data)
+        if failed or content.absent:
+            kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
+            text = escape(failed or content.absent)
+            st.html(f'<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
+            return
+        if content.html:
+            st.html(content.html)
+        if content.figure is not None:
+            st.plotly_chart(content.figure, key=f"chart-{key}", config=CHART_CONFIG, width="stretch", height=height)
+        if content.below:
+            st.html(content.below)
+
+
+def _details(key: str, note: str, signals: Sequence[Signal], data: pd.DataFrame | None) -> None:
+    """How to read a card, the queries behind it, and its data as CSV."""
+    if note:
+        st.markdown(note)
+    for signal in signals:
+        st.caption(f"{signal.title} · recorded as `{signal.name}`")
+        st.code(signal.promql, language="promql", wrap_lines=True)
+    if data is not None and not data.empty:
+        st.download_button(
+            "Download CSV", lambda: csv(data), f"kvscope-{key}.csv", "text/csv", key=f"csv-{key}", on_click="ignore",
+            icon=":material/download:",
+        )  # fmt: skip
+
+
+def csv(data: pd.DataFrame) -> bytes:
+    """The rows behind a card, times in UTC (ISO 8601), values in the base unit of the signal."""
+    out = data.copy()
+    if "time" in out:
+        out["time"] = out["time"].dt.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return out.to_csv(index=False).encode()
+
+
+def finding_html(finding: Finding, actions: int) -> str:
+    """A finding with its evidence and its first `actions` actions."""
+    evidence = "".join(f"<li>{escape(line)}</li>" for line in finding.evidence)
+    do = "".join(f"<li>{escape(line)}</li>" for line in finding.actions[:actions])
+    if finding.page:
+        query = urlencode(st.query_params.to_dict())
+        do += f'<li><a href="{finding.page}?{escape(query)}" target="_self">See {_PAGE_NAMES[finding.page]}</a></li>'
+    return (
+        f'<div class="finding"><p class="headline">{escape(finding.headline)}</p><ul>{evidence}</ul>'
+        f"<h4>What to do</h4><ul>{do}</ul></div>"
+    )

@@ -1,0 +1,36 @@
+"""`kvscope app`: the Streamlit pages over a recorded store or a Prometheus server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("app")(serve_app)
+
+
+def serve_app(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVSCOPE_SOURCE",
+            help="File of a recorder, or prometheus:URL. Default: the recorded history in the user's data folder.",
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the app.")] = 8501,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+) -> None:
+    """Show the pages Now, KV cache, P99 and Forecast in a browser, until Ctrl-C.
+
+    \b
+    kvscope app                                  # the recorded history
+    kvscope app --source ./kvscope.sqlite --port 8600
+    kvscope app --source prometheus:http://127.0.0.1:9090
+    """
+    from platformdirs import user_data_path
+
+    from observability.app.serve import serve
+
+    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port)

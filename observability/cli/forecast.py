@@ -1,0 +1,206 @@
+"""`kvscope forecast`: forecasts the next hour of load, KV use and P99 from a recorded history, once or on a schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from observability.forecast.worker import Run
+
+EXAMPLES = """
+Examples:
+
+  kvscope forecast                                        once, from the user's data folder
+
+  kvscope forecast --store ./history.sqlite --every 10m   after each 10 minutes, until Ctrl-C
+
+  kvscope forecast --signal ttft_p99 --json | jq .scores
+
+  kvscope forecast --source prometheus:http://127.0.0.1:9090 --store ./forecasts.sqlite --every 10m
+"""
+SIGNAL_NAMES = ("requests", "kv_usage", "ttft_p99", "e2e_p99")
+_UNIT_SECONDS = {"m": 60, "h": 3600}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("forecast", epilog=EXAMPLES)(forecast)
+
+
+def forecast(
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of a recorder; the forecasts go into it. Default: the recorded history in the user's data folder."
+        ),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(help="Where to read instead, as prometheus:URL; --store then holds the forecasts alone."),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(help="Go on until Ctrl-C: 10m, 30m, 1h ..., aligned to the clock (UTC). Without it: once."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--signal", help=f"Forecast this alone; may be repeated: {', '.join(SIGNAL_NAMES)}."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the forecasts and scores as JSON, one line a run.")
+    ] = False,
+) -> None:
+    """Forecast the next hour of load, KV use and P99, by Prophet and by the last value, and say how far past forecasts were off.
+
+    Each forecast is six steps of 10 minutes with a 95 % interval. The first run also makes the hourly forecasts that are missing
+    in the last day, so that the error of both models is known at once.
+    """
+    from platformdirs import user_data_path
+
+    path = store or user_data_path("kvscope") / "kvscope.sqlite"
+    every_seconds = None if every is None else _every(every)
+    names = _names(only or SIGNAL_NAMES)
+    with _quiet_end() if every_seconds else contextlib.nullcontext():
+        from rich.console import Console
+
+        from observability.forecast.series import FORECAST_SIGNALS
+        from observability.forecast.worker import open_pair, run_forever, run_once
+
+        signals = [FORECAST_SIGNALS[name] for name in names]
+        console = Console(stderr=True, highlight=False)
+        with _bar(console) as progress:
+            if every_seconds is None:
+                run = run_once(*open_pair(source or str(path), path), signals, progress=progress)
+            else:
+                report: Callable[[Run], None] = _print_json if as_json else lambda run: _print_line(console, run)
+                run_forever(
+                    source or str(path), path, signals, every_seconds, report=report, progress=progress,
+                    say=lambda text: console.print(text, markup=False, soft_wrap=True),
+                )  # fmt: skip
+        if as_json:
+            _print_json(run)
+        else:
+            _print_table(run)
+
+
+def _every(text: str) -> float:
+    """Seconds of `10m` or `1h`. Raises ConfigError."""
+    from observability.errors import ConfigError
+
+    match = re.fullmatch(r"(\d{1,4})([mh])", text.strip())
+    seconds = int(match[1]) * _UNIT_SECONDS[match[2]] if match else 0
+    if seconds == 0 or seconds % 600 or 86400 % seconds:
+        raise ConfigError(
+            f"--every {text!r} is not a multiple of 10 minutes that divides a day.",
+            next_step="Give 10m, 20m, 30m or 1h: forecasts are made on a 10-minute grid.",
+        )
+    return float(seconds)
+
+
+def _names(only: list[str] | tuple[str, ...]) -> list[str]:
+    """The signals asked for, each once, in the order of SIGNAL_NAMES. Raises ConfigError."""
+    from observability.errors import ConfigError
+
+    for name in only:
+        if name not in SIGNAL_NAMES:
+            raise ConfigError(
+                f"--signal {name!r} is not forecast.", next_step=f"Give one of {', '.join(SIGNAL_NAMES)}."
+            )
+    return [name for name in SIGNAL_NAMES if name in only]
+
+
+@contextlib.contextmanager
+def _quiet_end() -> Iterator[None]:
+    """SIGINT and SIGTERM end the block at once, whatever it is doing, as a normal end of the program."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt the end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@contextlib.contextmanager
+def _bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the forecasts made afterwards, on a terminal only."""
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("measuring past forecasts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=done < total)
+
+
+def _print_json(run: Run) -> None:
+    typer.echo(json.dumps(run.as_json(), allow_nan=False))
+    sys.stdout.flush()
+
+
+def _print_line(console: Console, run: Run) -> None:
+    refused = [each for each in run.forecasts if each.refused]
+    made = f"{len(run.forecasts) - len(refused)} forecasts"
+    later = f", {run.hindcasts} of the last day made afterwards" if run.hindcasts else ""
+    console.print(f"{_moment(run.at)} {made}{later} in {run.seconds:.1f} s", markup=False, soft_wrap=True)
+    for reason in dict.fromkeys(f"{each.signal} {_labels(each.labels)}: {each.refused}" for each in refused):
+        console.print(f"  not forecast: {reason}", markup=False, soft_wrap=True)
+
+
+def _print_table(run: Run) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from observability.forecast.series import FORECAST_SIGNALS
+    from observability.forecast.types import MODEL_TITLES
+
+    short = {each.name: (name, each.unit) for name, each in FORECAST_SIGNALS.items()}
+    scored = {(s.signal.name, _labels(s.labels), score.model): score for s, each in run.scored for score in each}
+    table = Table(title=f"The hour after {_moment(run.at)}", title_justify="left", box=None, pad_edge=False)
+    for name in ("Series", "Model", "In 1 h", "95 % interval", "Mean error", "95 % covers"):
+        table.add_column(name, justify="left" if name in ("Series", "Model") else "right", no_wrap=True)
+    remarks = []
+    for each in sorted(run.forecasts, key=lambda f: (list(short).index(f.signal), _labels(f.labels), f.model)):
+        (name, unit), labels = short[each.signal], _labels(each.labels)
+        score = scored[each.signal, labels, each.model]
+        numbers = ("-", "-")
+        if not each.refused:
+            low, high = each.interval()
+            numbers = (f"{each.median[-1]:.3g} {unit}", f"{low[-1]:.3g} to {high[-1]:.3g}")
+        known = (f"{score.mae:.3g}", f"{score.coverage:.0%} of {score.targets}") if score.targets else ("-", "-")
+        table.add_row(f"{name} {labels}", MODEL_TITLES[each.model], *numbers, *known)
+        said = [f"not forecast: {each.refused}"] if each.refused else [each.note] if each.note else []
+        if "simulated" in each.flags:
+            said.append("learned from simulated history")
+        remarks += [f"{name} {labels}: {text}" for text in said]
+    out = Console(highlight=False)
+    out.print(table)
+    for text in dict.fromkeys(remarks):
+        out.print(text, markup=False, soft_wrap=True)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return ", ".join(labels.values())
+
+
+def _moment(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"

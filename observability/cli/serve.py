@@ -1,0 +1,228 @@
+"""`kvscope serve`: the bundled engine behind an OpenAI-compatible server, with its metrics endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from observability.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+    from observability.engine.model.loading import LoadedModel
+    from observability.engine.server import ServerSettings
+    from observability.engine.types import EngineConfig
+
+_DEFAULT_BLOCKS = 1024
+_DEFAULT_MAX_CONTEXT = 8192
+_SERVER, _KV, _BATCHING = "Server", "KV cache", "Batching"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(serve)
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m, tiny, or the path of a Llama directory or GGUF file.")
+    ] = "smollm2-135m",
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.", rich_help_panel=_SERVER)
+    ] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVSCOPE_TOKEN",
+            help="Clients must send this as `Authorization: Bearer`. Give it by the variable: others can read a command line.",
+            rich_help_panel=_SERVER,
+            show_default=False,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Allow an address that other machines reach, without a token.", rich_help_panel=_SERVER
+        ),
+    ] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=3600.0, help="Seconds that running requests get at shutdown.", rich_help_panel=_SERVER
+        ),
+    ] = 10.0,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.", rich_help_panel=_SERVER)] = "cpu",
+    kv_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Blocks in the KV pool. Default: 1024.", rich_help_panel=_KV, show_default=False),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Size of the KV pool, such as 512MiB; instead of --kv-blocks.", rich_help_panel=_KV
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block holds.", rich_help_panel=_KV)] = 16,
+    kv_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="int8 stores keys and values quantized.", rich_help_panel=_KV)
+    ] = "auto",
+    contiguous_below: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Sequences meant to stay below this many tokens take adjacent blocks.", rich_help_panel=_KV
+        ),
+    ] = 2048,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Longest prompt and answer together, in tokens. Default: what model and KV pool allow, at most 8192.",
+            rich_help_panel=_BATCHING,
+            show_default=False,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Requests that run at once.", rich_help_panel=_BATCHING)
+    ] = 32,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of one step, prefill and decode together.", rich_help_panel=_BATCHING)
+    ] = 2048,
+    max_queued: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.", rich_help_panel=_BATCHING)
+    ] = 256,
+) -> None:
+    """Serve a model over an OpenAI-compatible API, with Prometheus metrics at /metrics.
+
+    A request chooses its priority class by the header `x-kvscope-class` (interactive, standard, long_context), by
+    `service_tier` (priority, default, flex) or by `priority` (below 0, 0, above 0).
+
+    Examples:
+
+        kvscope serve
+
+        kvscope serve ~/models/Llama-3.2-1B-Instruct --kv-memory 4GiB --kv-dtype int8
+
+        KVSCOPE_TOKEN=secret kvscope serve --host 0.0.0.0 --port 8080
+    """
+    token = (token or "").strip() or None
+    if token is None and not insecure and not _is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines, and no token is set.",
+            next_step="Set KVSCOPE_TOKEN, listen on 127.0.0.1, or give --insecure.",
+        )
+    if kv_blocks is not None and kv_memory is not None:
+        raise ConfigError("--kv-blocks and --kv-memory both set the size of the pool.", next_step="Give one of them.")
+    memory = None if kv_memory is None else _bytes(kv_memory)
+
+    from observability.engine.http_server import listen
+    from observability.engine.server import ServerSettings
+    from observability.engine.types import EngineConfig
+
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=_DEFAULT_BLOCKS if kv_blocks is None else kv_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=1,  # until the model and the pool are known, see _fit
+        max_queued=max_queued,
+        contiguous_below=contiguous_below,
+        kv_dtype=kv_dtype,
+    )
+    with listen(host, port) as listener:
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"Loading {model} on {device} ..."):
+            from observability.engine.model.loading import load_model
+
+            loaded = load_model(model, device=device)
+            config = _fit(config, loaded, memory, max_model_len)
+        _run(loaded, config, ServerSettings(token=token, grace_seconds=grace), listener)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bytes(size: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError:
+        raise ConfigError(
+            f"--kv-memory {size!r} is not a size.", next_step="Give a number and a unit, such as 512MiB."
+        ) from None
+
+
+def _fit(config: EngineConfig, loaded: LoadedModel, memory: int | None, max_model_len: int | None) -> EngineConfig:
+    """`config` with as many blocks as `memory` bytes hold (None: as it is) and the context that model and pool allow."""
+    from observability.engine.executor.torch_executor import TorchExecutor
+
+    if memory is not None:
+        probe = TorchExecutor(loaded, replace(config, num_blocks=1, max_num_seqs=1), None)
+        if memory < probe.kv_bytes_per_block:
+            raise ConfigError(
+                f"--kv-memory of {memory} bytes holds no block: one takes {probe.kv_bytes_per_block} bytes.",
+                next_step="Give more memory, or a smaller --block-size.",
+            )
+        config = replace(config, num_blocks=memory // probe.kv_bytes_per_block)
+    assert config.num_blocks is not None
+    room = min(_DEFAULT_MAX_CONTEXT, loaded.config.max_position, config.num_blocks * config.block_size)
+    return replace(config, max_model_len=room if max_model_len is None else max_model_len)
+
+
+def _run(loaded: LoadedModel, config: EngineConfig, settings: ServerSettings, listener: socket.socket) -> None:
+    """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
+    from exporters.prometheus import metrics_app
+    from observability.engine.clock import MonotonicClock
+    from observability.engine.engine import Engine
+    from observability.engine.executor.torch_executor import TorchExecutor
+    from observability.engine.http_server import HttpServer
+    from observability.engine.loop import EngineThread
+    from observability.engine.server import create_app
+    from observability.telemetry.recorder import Telemetry
+
+    clock = MonotonicClock()
+    stored = str(loaded.model.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
+    device = str(loaded.model.device)
+    telemetry = Telemetry(loaded.name, executor="torch", virtual=False, device=device, kv_dtype=stored, clock=clock.now)
+    executor = TorchExecutor(loaded, config, telemetry, clock=clock)
+    thread = EngineThread(Engine(config, executor, telemetry, loaded.eos_token_ids))
+    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token))
+    assert config.num_blocks is not None
+    mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
+    host, port = listener.getsockname()[:2]
+    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    with _quiet_signals():
+        thread.start()
+        try:
+            typer.echo(
+                f"{loaded.name} on {device}: context {config.max_model_len} tokens, "
+                f"KV pool {config.num_blocks} blocks ({mebibytes:.0f} MiB, {stored})\n"
+                f"  API      {base}/v1\n  metrics  {base}/metrics\n  health   {base}/health\nCtrl-C stops it."
+            )
+            HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds).run(sockets=[listener])
+        finally:
+            thread.stop()
+
+
+@contextlib.contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """uvicorn ends on SIGINT and SIGTERM and then raises them again for whoever handled them before it: here nobody, so
+    that a stop that was asked for is a success, and a second Ctrl-C does not cut the clean-up short."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

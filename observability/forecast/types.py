@@ -1,0 +1,79 @@
+"""What a forecast is: quantiles of the next hour of one series, who made them, and what to know before trusting them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+STEP_SECONDS = 600
+HORIZON_STEPS = 6
+#: Probabilities of the stored quantiles; the ends bound the 95 % interval.
+LEVELS = (0.025, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.975)
+MODELS = ("prophet", "last_value")
+MODEL_TITLES = {"prophet": "Prophet + AR(1)", "last_value": "Last value"}
+
+#: stale: the newest observation is over 20 minutes old. constant: the series did not move in the window.
+#: short_history: less than the model wants, said in the note. gaps: over a fifth of the window is absent.
+#: simulated: part of the window comes from virtual time. outliers: points far off were pulled in before the fit.
+Flag = Literal["stale", "constant", "short_history", "gaps", "simulated", "outliers"]
+
+
+def level_column(level: float) -> str:
+    """Column of a stored quantile, such as `q0.025`."""
+    return f"q{level:g}"
+
+
+#: Columns of SeriesSource.forecasts before the signal's labels. One row a step; `time` is the end of the 10 minutes that
+#: are forecast, whose mean the quantiles are about; `origin` is the end of the last observed step. `hindcast` marks one made
+#: afterwards, from data up to its origin, to measure the model. A refusal has one row, step 0, without quantiles.
+FRAME_COLUMNS = ("origin", "time", "step", *map(level_column, LEVELS), "flags", "note", "refused", "hindcast")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The next HORIZON_STEPS means over 10 minutes of one series.
+
+    `origin`: Unix seconds, end of the last grid step; target h covers (origin + (h - 1) * 600, origin + h * 600].
+    `quantiles`: float64 [HORIZON_STEPS, len(LEVELS)], finite, sorted along the levels, inside the signal's bounds; empty
+    [0, len(LEVELS)] when the forecast was refused, with the reason in `refused`.
+    """
+
+    signal: str
+    labels: Mapping[str, str]
+    model: str
+    origin: float
+    quantiles: np.ndarray
+    flags: tuple[Flag, ...] = ()
+    note: str = ""
+    refused: str = ""
+    hindcast: bool = False
+
+    @property
+    def times(self) -> np.ndarray:
+        """Ends of the forecast steps, Unix seconds, float64 [steps]."""
+        return self.origin + STEP_SECONDS * np.arange(1, len(self.quantiles) + 1, dtype=np.float64)
+
+    @property
+    def median(self) -> np.ndarray:
+        """float64 [steps]."""
+        return self.quantiles[:, LEVELS.index(0.5)]
+
+    def interval(self, share: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends of the central interval, each float64 [steps]; share is 0.5, 0.7, 0.8, 0.9 or 0.95."""
+        tail = round((1.0 - share) / 2.0, 6)
+        return self.quantiles[:, LEVELS.index(tail)], self.quantiles[:, LEVELS.index(round(1.0 - tail, 6))]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How past forecasts of one series by one model compare with what came: mean absolute error in the signal's unit, and
+    the share of observed targets inside the 95 % interval. `targets` were observed; NaN where there is none."""
+
+    model: str
+    mae: float
+    coverage: float
+    targets: int
+    origins: int

@@ -1,0 +1,183 @@
+"""Reads signals from a Prometheus server by its HTTP API: the recorded series, or the signal's own PromQL without rules."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pandas as pd
+
+from observability import catalog
+from observability.errors import StoreError
+from observability.signals import SIGNALS, Signal
+from observability.store.embedded import EmbeddedStore, forecast_frame
+from observability.store.source import ANY, frame, grid, signal_named
+
+TIMEOUT_SECONDS = 30.0
+#: Prometheus answers at most 11,000 points a series; longer reads are split.
+POINTS_PER_QUERY = 10_000
+_RULES_KNOWN_SECONDS = 60.0
+_DAY_SECONDS = 86400.0
+_LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+class PrometheusSource:
+    """A SeriesSource over a Prometheus server (2.42 or newer). `forecasts` is a store file for the forecasts of its series.
+
+    Raises StoreError at the first read when the server is not there; the source goes on working once it is.
+    """
+
+    def __init__(self, url: str, *, forecasts: Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise StoreError(
+                f"{url!r} is not the address of a Prometheus.",
+                next_step="Give prometheus:http://host:9090, or the path of an embedded store.",
+            )
+        self._shown = str(parsed.copy_with(username=None, password=None)).rstrip("/")
+        self._client = httpx.Client(
+            base_url=str(parsed).rstrip("/"),
+            timeout=timeout_seconds,
+            trust_env=False,
+            transport=httpx.HTTPTransport(retries=1),
+        )
+        self._forecasts = forecasts
+        self._recorded: tuple[float, frozenset[str]] | None = None
+
+    def range(self, signal: str, start: float, end: float, step: float, where: Mapping[str, str] = ANY) -> pd.DataFrame:
+        wanted, at = signal_named(signal), grid(start, end, step)
+        query = self._query_of(wanted, where)
+        parts: list[dict[str, Any]] = []
+        for low in range(0, len(at), POINTS_PER_QUERY):
+            piece = at[low : low + POINTS_PER_QUERY]
+            span = {
+                "start": _seconds(piece[0]),
+                "end": _seconds(piece[-1]),
+                "step": f"{max(1, round(step * 1000)) / 1000:.3f}",
+            }
+            parts += self._vector("query_range", query=query, **span)
+        return _frame(wanted, parts, at, where)
+
+    def latest(self, signal: str, where: Mapping[str, str] = ANY) -> pd.DataFrame:
+        wanted, now = signal_named(signal), round(time.time() * 1000)
+        rows = self._vector("query", query=self._query_of(wanted, where), time=_seconds(now))
+        return _frame(wanted, [row | {"values": [row["value"]]} for row in rows], np.array([now]), where)
+
+    def models(self) -> list[str]:
+        now = time.time()
+        found = self._get(
+            "label/model/values",
+            **{"match[]": catalog.ENGINE.series, "start": f"{now - _DAY_SECONDS:.0f}", "end": f"{now:.0f}"},
+        )
+        return sorted(str(name) for name in found)
+
+    def freshness(self) -> float | None:
+        newest = f"timestamp({catalog.ENGINE.series})"
+        # The second finds a target that went away within a day, to a minute.
+        for query in (f"time() - max({newest})", f"time() - max(max_over_time({newest}[1d:1m]))"):
+            if rows := self._vector("query", query=query):
+                return max(0.0, float(rows[0]["value"][1]))
+        return None
+
+    def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
+        step = max(15.0, (end - start) / 1000.0)
+        at = grid(start, end, step)
+        query = f'count({catalog.ENGINE.series}{{clock="virtual"}})'
+        rows = self._vector("query_range", query=query, start=_seconds(at[0]), end=_seconds(at[-1]), step=f"{step:.3f}")
+        times = [float(t) for row in rows for t, _ in row["values"]]
+        spans: list[tuple[float, float]] = []
+        for moment in times:
+            if spans and moment - spans[-1][1] < 1.5 * step:
+                spans[-1] = (spans[-1][0], moment)
+            else:
+                spans.append((moment, moment))
+        return spans
+
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
+        wanted = signal_named(signal)
+        if self._forecasts is None or not self._forecasts.exists():
+            return forecast_frame(wanted, [])
+        return EmbeddedStore(self._forecasts).forecasts(signal, where, model)
+
+    def describe(self) -> str:
+        missing = [signal.name for signal in SIGNALS if signal.name not in self._recorded_names()]
+        text = f"Prometheus {self._shown}"
+        if len(missing) == len(SIGNALS):
+            return f"{text}; recording rules are not loaded, signals are computed on each read"
+        if missing:
+            return (
+                f"{text}; {len(missing)} of {len(SIGNALS)} signals are not recorded there and are computed on each read"
+            )
+        return text
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _query_of(self, signal: Signal, where: Mapping[str, str]) -> str:
+        if signal.name not in self._recorded_names():
+            return signal.promql  # `where` is then applied to the answer
+        return signal.name + "{" + ",".join(_matcher(name, value) for name, value in where.items()) + "}"
+
+    def _recorded_names(self) -> frozenset[str]:
+        now = time.monotonic()
+        if self._recorded is None or now - self._recorded[0] > _RULES_KNOWN_SECONDS:
+            groups = self._get("rules", type="record").get("groups", [])
+            names = frozenset(rule["name"] for group in groups for rule in group.get("rules", []))
+            self._recorded = (now, names)
+        return self._recorded[1]
+
+    def _vector(self, path: str, **parameters: str) -> list[dict[str, Any]]:
+        found = self._get(path, timeout=f"{TIMEOUT_SECONDS:.0f}s", **parameters)
+        return found["result"]
+
+    def _get(self, path: str, **parameters: str) -> Any:
+        try:
+            answer = self._client.get(f"/api/v1/{path}", params=parameters)
+        except httpx.HTTPError as error:
+            raise StoreError(
+                f"Prometheus at {self._shown} does not answer: {str(error) or type(error).__name__}.",
+                next_step="Check that it runs and the address.",
+            ) from error
+        try:
+            content = answer.json()
+            if content["status"] == "success":
+                return content["data"]
+            reason = f"{content.get('errorType')}: {content.get('error')}"
+        except (ValueError, KeyError, TypeError):
+            reason = f"status {answer.status_code}, not an answer of Prometheus"
+        raise StoreError(
+            f"{self._shown}/api/v1/{path} failed: {reason}.",
+            next_step="Check that the address is that of a Prometheus server, and its log.",
+        )
+
+
+def _seconds(milliseconds: int | np.integer) -> str:
+    return f"{milliseconds / 1000:.3f}"
+
+
+def _matcher(name: str, value: str) -> str:
+    if not _LABEL_NAME.fullmatch(name):
+        raise StoreError(f"{name!r} is not a label name.", next_step="Use a label of the signal.")
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{name}="{escaped}"'
+
+
+def _frame(signal: Signal, rows: list[dict[str, Any]], at: np.ndarray, where: Mapping[str, str]) -> pd.DataFrame:
+    """Rows of one or more matrix answers over the grid `at` (milliseconds) as a frame."""
+    place: dict[tuple[str, ...], int] = {}
+    cells: list[tuple[int, np.ndarray, np.ndarray]] = []
+    for row in rows:
+        labels = row["metric"]
+        if all(labels.get(name, "") == value for name, value in where.items()):
+            series = place.setdefault(tuple(labels.get(name, "") for name in signal.by), len(place))
+            times = np.array([t for t, _ in row["values"]], dtype=np.float64)
+            values = np.array([v for _, v in row["values"]], dtype=np.float64)
+            cells.append((series, np.round(times * 1000).astype(np.int64), values))
+    table = np.full((len(at), len(place)), np.nan)
+    for series, times, values in cells:
+        table[np.searchsorted(at, times), series] = values
+    return frame(signal, [dict(zip(signal.by, key, strict=True)) for key in place], at, table)

@@ -1,0 +1,87 @@
+"""A store with a synthetic day in it, shared by the tests of the app."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pandas as pd
+import pytest
+
+from observability.store.embedded import EmbeddedStore, create
+from tests.app import synthetic
+from tests.app.browser import Browser
+from tests.conftest import wait_for
+
+
+@pytest.fixture(scope="session")
+def end() -> float:
+    """The newest time in the store, Unix seconds: ten minutes ahead, so that the store stays fresh while tests run."""
+    return time.time() // 60 * 60 + 600
+
+
+@pytest.fixture(scope="session")
+def rows(end: float) -> dict[str, pd.DataFrame]:
+    """Three hours of every signal, a point a minute."""
+    return synthetic.all_series(np.arange(end - 3 * 3600, end + 1, 60.0))
+
+
+@pytest.fixture(scope="session")
+def store_path(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, pd.DataFrame], end: float) -> Path:
+    """A store file that holds `rows` and forecasts made every ten minutes; tests only read it."""
+    path = tmp_path_factory.mktemp("store") / "history.db"
+    store = create(path)
+    for name, frame in rows.items():
+        store.append(name, frame)
+    store.mark_simulated(end - 3 * 3600, end - 2400)
+    store.add_forecasts(synthetic.forecasts(rows, time.time()))
+    return path
+
+
+@pytest.fixture(scope="session")
+def source(store_path: Path) -> EmbeddedStore:
+    return EmbeddedStore(store_path)
+
+
+Start = Callable[[Path | str], str]
+
+
+@pytest.fixture(scope="session")
+def start_app() -> Iterator[Start]:
+    """Runs `kvscope app` on a source; returns its address. Ends every app after the tests."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(source: Path | str) -> str:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        argv = (sys.executable, "-m", "observability.cli", "app", "--source", str(source), "--port", str(port))
+        started.append(subprocess.Popen(argv, start_new_session=True))
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: httpx.get(f"{url}/_stcore/health").status_code == 200, 60, "the app answers")
+        return url
+
+    yield start
+    for process in started:
+        process.terminate()
+    for process in started:
+        assert process.wait(timeout=15) == 0, "the app ends by itself when told to"
+
+
+@pytest.fixture(scope="session")
+def app_url(start_app: Start, store_path: Path) -> str:
+    return start_app(store_path)
+
+
+@pytest.fixture(scope="session")
+def browser(program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One headless Chromium for all tests."""
+    opened = Browser(program("chromium"), program("chromedriver"), tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.quit()

@@ -1,0 +1,130 @@
+"""A day in the life of one engine as rows of every signal: calm, then a load peak that fills the KV pool."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+
+from observability import catalog
+from observability.app.outlook import FORECAST_SIGNALS
+from observability.forecast.types import HORIZON_STEPS, LEVELS, Forecast
+from observability.signals import SIGNALS, Signal
+
+MODEL = "smollm2-135m"
+SHARES = {"queued": 0.46, "kv_wait": 0.12, "prefill": 0.17, "decode": 0.21, "preempted": 0.04}
+COMPONENT_SHARES = {
+    "forward_prefill": 0.55,
+    "forward_decode": 0.3,
+    "schedule": 0.04,
+    "sample": 0.05,
+    "emit": 0.02,
+    "idle": 0.04,
+}
+
+
+def load(times: np.ndarray) -> np.ndarray:
+    """0..1: a daily wave with a peak in the last 40 minutes of `times`."""
+    wave = 0.35 + 0.2 * np.sin(times / 86400 * 2 * np.pi)
+    peak = 0.4 / (1 + np.exp(-(times - (times[-1] - 2000)) / 300))
+    noise = np.random.default_rng(1).normal(0, 0.02, len(times))
+    return np.clip(wave + peak + noise, 0.02, 0.99)
+
+
+def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndarray:
+    """Values of one series of `signal` at `times` (Unix seconds), within its bounds."""
+    x = load(times)
+    name = signal.name
+    if "tail_mean" in name:
+        q = next(q for q in ("p99", "p90", "p50") if f":{q}_" in name)
+        total = {"p99": 1.0, "p90": 0.6, "p50": 0.3}[q] * (0.4 + 6 * x**3)
+        return total * SHARES.get(labels["state"], 0.0) * COMPONENT_SHARES.get(labels["component"], 0.0)
+    if signal.unit == "seconds" and ":p" in name:
+        scale = 0.02 if "inter_token" in name else 8.0 if "duration" in name else 0.35
+        return scale * {"p50": 0.4, "p90": 0.8, "p99": 1.4}[name.split(":")[-1][:3]] * (0.6 + 2.2 * x**2)
+    if "length_bucket" in labels:
+        k = catalog.LENGTH_BUCKETS.index(labels["length_bucket"])
+        queried = (2000, 9000, 22000, 6000, 800, 0)[k] * (0.5 + x)
+        share = (0.62, 0.48, 0.37, 0.21, 0.08, 0)[k] * (1.2 - 0.5 * x)
+        known = {"queried_tokens": queried, "hittable_tokens": queried * 0.97, "hit_tokens": queried * share,
+                 "kv_hit_of_hittable": share / 0.97, "kv_hit:": share}  # fmt: skip
+        return next(np.broadcast_to(v, x.shape).copy() for k, v in known.items() if k in name)
+    if "kv_blocks:sum" in name:
+        active = 4096 * np.clip(x * 1.05, 0, 1)
+        return {"active": active, "evictable": (4096 - active) * 0.7, "free": (4096 - active) * 0.3}[labels["state"]]
+    if "layout_blocks" in name:
+        return {"contiguous": 900 * x, "paged": 2600 * x, "compressed": 0 * x}[labels["layout"]]
+    if "region" in labels:
+        region = int(labels["region"])
+        return np.clip(x + 0.35 * np.sin(region / 3 + times / 5000) - 0.1, 0, 1)
+    if "free_runs" in name:
+        bound = float(labels["le"])
+        return np.round(60 * (1 - np.exp(-min(bound, 1e6) / 12)) * (1.1 - x))
+    if "quantization" in name:
+        return (0.006 if labels["tensor"] == "key" else 0.008) * (1 + 0.1 * x)
+    if "step_seconds" in name:
+        return COMPONENT_SHARES.get(labels["component"], 0.0) * np.ones_like(x)
+    if signal.unit == "ratio":
+        return np.clip(
+            {"error": 0.03 * x**3, "usage": x, "overflow": 0 * x}.get(
+                next((k for k in ("error", "usage", "overflow") if k in name), ""), 0.5 - 0.2 * x
+            ),
+            0,
+            1,
+        )
+    scale = {
+        "requests/s": 9.0,
+        "tokens/s": 3000.0,
+        "requests": 40.0,
+        "tokens": 60000.0,
+        "blocks/s": 30.0,
+        "1/s": 0.05,
+        "seconds": 3.0,
+    }
+    if name.endswith("waiting:sum"):
+        return np.round(np.maximum(x - 0.6, 0) * 60)
+    if "anomalies" in name:
+        return 0 * x
+    return scale[signal.unit] * x
+
+
+LABELS = {
+    "outcome": ("stop", "length", "abort"), "length_bucket": catalog.LENGTH_BUCKETS[:5], "state": catalog.STATES,
+    "component": catalog.COMPONENTS, "layout": catalog.LAYOUTS, "region": catalog.REGION_LABELS, "phase": ("prefill", "decode"),
+    "le": (*(f"{b:.1f}" for b in catalog.FREE_RUN_BOUNDS), "+Inf"), "tensor": catalog.TENSORS,
+    "layer_group": ("00-09", "10-19", "20-29"), "scheme": ("int8",), "model": (MODEL,),
+}  # fmt: skip
+
+
+def series(signal: Signal, times: np.ndarray) -> pd.DataFrame:
+    """All rows of `signal`: time (UTC), its labels, value."""
+    choices = [
+        catalog.BLOCK_STATES if label == "state" and "kv_blocks" in signal.name else LABELS[label]
+        for label in signal.by
+    ]
+    stamps = pd.to_datetime(times, unit="s", utc=True)
+    parts = []
+    for combination in itertools.product(*choices):
+        labels = dict(zip(signal.by, combination, strict=True))
+        parts.append(pd.DataFrame({"time": stamps, **labels, "value": values(signal, times, labels)}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def all_series(times: np.ndarray) -> dict[str, pd.DataFrame]:
+    """Every signal of the catalogue."""
+    return {signal.name: series(signal, times) for signal in SIGNALS}
+
+
+def forecasts(rows: dict[str, pd.DataFrame], end: float) -> list[Forecast]:
+    """Forecasts of both models every ten minutes of the last two hours: the value at the origin, with a symmetric band."""
+    made = []
+    for signal in FORECAST_SIGNALS:
+        frame = rows[signal.name].set_index("time")["value"]
+        for origin in np.arange(end // 600 * 600 - 7200, end + 1, 600.0):
+            value = float(frame[: pd.Timestamp(origin, unit="s", tz="UTC")].iloc[-1])
+            for model, scale in (("prophet", 0.4), ("last_value", 0.6)):
+                spread = np.outer(np.sqrt(np.arange(1, HORIZON_STEPS + 1)), (np.array(LEVELS) - 0.5) * scale * value)
+                quantiles = np.clip(value + spread, 0, 1 if signal.unit == "ratio" else None)
+                made.append(Forecast(signal.name, {"model": MODEL}, model, origin, quantiles, flags=("short_history",), hindcast=origin < end - 3600))  # fmt: skip
+    return made

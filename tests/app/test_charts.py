@@ -1,0 +1,173 @@
+"""Figures: every value is drawn, gaps stay gaps, colours can be told apart on both backgrounds."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from observability import catalog
+from observability.app import charts, settings
+from observability.app.view import View
+
+VIEW = View("m", 1_700_000_000.0, 1_700_000_600.0, 60.0)
+
+
+def frame_of(values: dict[str, list[float | None]]) -> pd.DataFrame:
+    """One row a value at each step of VIEW; None is a missing row."""
+    rows = [
+        (pd.Timestamp(VIEW.start + 60 * i, unit="s", tz="UTC"), name, value)
+        for name, column in values.items()
+        for i, value in enumerate(column)
+        if value is not None
+    ]
+    return pd.DataFrame(rows, columns=["time", "series", "value"])
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def lab(linear_rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* (D65) of linear sRGB."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear_rgb
+    f = np.cbrt(np.clip(xyz / [0.9505, 1.0, 1.089], 1e-6, None))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+#: Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
+SEEN_BY = {
+    "normal": np.eye(3),
+    "protan": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    "deutan": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+}  # fmt: skip
+
+
+def seen(colour: str, eye: str) -> np.ndarray:
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return lab(np.clip(SEEN_BY[eye] @ linear, 0, 1))
+
+
+@pytest.mark.parametrize("colour", [*charts.SERIES, charts.OBJECTIVE_LINE])
+@pytest.mark.parametrize("background", [settings.LIGHT_BACKGROUND, settings.DARK_BACKGROUND])
+def test_every_colour_reads_on_both_backgrounds(colour: str, background: str) -> None:
+    low, high = sorted((luminance(colour), luminance(background)))
+    assert (high + 0.05) / (low + 0.05) >= 3.0
+
+
+@pytest.mark.parametrize("eye", SEEN_BY)
+@pytest.mark.parametrize(
+    "together",
+    [
+        ("queued", "prefill", "decode", "kv_wait", "preempted"),
+        ("forward_prefill", "forward_decode", "schedule"),
+        catalog.BLOCK_STATES,
+        catalog.LAYOUTS,
+        ("P50", "P90", "P99"),
+        ("internal", "external"),
+    ],
+)
+def test_colours_shown_together_can_be_told_apart(together: tuple[str, ...], eye: str) -> None:
+    for one, other in itertools.combinations(together, 2):
+        distance = np.linalg.norm(seen(charts.COLOURS[one], eye) - seen(charts.COLOURS[other], eye))
+        assert distance >= 9, (one, other, distance)
+
+
+def test_every_state_component_layout_and_block_state_has_a_colour() -> None:
+    for name in (*catalog.STATES, *catalog.COMPONENTS, *catalog.BLOCK_STATES, *catalog.LAYOUTS):
+        assert name in charts.COLOURS
+
+
+def test_a_line_breaks_where_nothing_was_measured() -> None:
+    data = frame_of({"P99": [0.1, 0.2, None, None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]})
+    (trace,) = charts.lines(data, "seconds", charts.Frame(VIEW)).data
+    drawn = np.array(trace.y, dtype=float)
+    assert np.isnan(drawn[2:4]).all()
+    assert not trace.connectgaps
+    np.testing.assert_allclose(drawn[~np.isnan(drawn)], np.array(data["value"]) * 1000)
+
+
+def test_stacked_parts_add_up_at_every_moment_and_leave_a_hole_where_nothing_was_measured() -> None:
+    queued, decode = [1.0, 2, 3, None, None, 4, 5, 6, 7, 8, 9], [0.5, 0.5, 0.5, None, None, 1, 1, 1, 1, 1, 1]
+    figure = charts.stacked(
+        frame_of({"queued": queued, "decode": decode}), "seconds", charts.Frame(VIEW), order=catalog.STATES
+    )
+    drawn: dict[pd.Timestamp, float] = {}
+    for trace in figure.data:
+        for x, y in zip(trace.x, trace.y, strict=True):
+            drawn[pd.Timestamp(x)] = drawn.get(pd.Timestamp(x), 0.0) + y
+    start = pd.Timestamp(VIEW.start, unit="s")
+    expected = {
+        start + pd.Timedelta(minutes=i): q + d
+        for i, (q, d) in enumerate(zip(queued, decode, strict=True))
+        if q is not None and d is not None
+    }
+    assert drawn == pytest.approx(expected)
+    for trace in figure.data:
+        times = pd.DatetimeIndex(trace.x)
+        assert (np.diff(times) == np.timedelta64(60, "s")).all(), "one area spans the hole"
+    assert sum(trace.showlegend for trace in figure.data) == 2
+
+
+def test_a_moment_on_its_own_is_still_visible() -> None:
+    alone = frame_of({"queued": [None, None, 2.0]})
+    (area,) = charts.stacked(alone, "seconds", charts.Frame(VIEW), order=catalog.STATES).data
+    assert len(area.x) == 2
+    (line,) = charts.lines(alone, "seconds", charts.Frame(VIEW)).data
+    assert max(line.marker.size) > 0
+
+
+def test_an_objective_far_above_the_data_does_not_flatten_it() -> None:
+    data = frame_of({"P99": [0.010, 0.012]})
+    figure = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(20.0, "20 s"),)))
+    assert figure.layout.yaxis.range[1] < 20
+    assert any("20 s" in (a.text or "") for a in figure.layout.annotations)
+    near = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(0.02, "20 ms"),)))
+    assert near.layout.yaxis.range[1] > 20
+    assert len(near.layout.shapes) == 1
+
+
+def test_simulated_spans_are_shaded_and_named_only_inside_the_view() -> None:
+    data = frame_of({"P99": [0.1, 0.2]})
+    inside = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start + 120)]))
+    (shade,) = inside.layout.shapes
+    assert (shade.x0, shade.x1) == (pd.Timestamp(VIEW.start, unit="s"), pd.Timestamp(VIEW.start + 120, unit="s"))
+    assert any("simulated (virtual time)" in a.text for a in inside.layout.annotations)
+    outside = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start - 10)]))
+    assert not outside.layout.shapes
+    assert not outside.layout.annotations
+
+
+def test_times_are_shown_in_the_zone_of_the_view() -> None:
+    data = frame_of({"P99": [0.1]})
+    kolkata = (
+        charts.lines(data, "seconds", charts.Frame(View("m", VIEW.start, VIEW.end, 60.0, "Asia/Kolkata"))).data[0].x[0]
+    )
+    utc = charts.lines(data, "seconds", charts.Frame(VIEW)).data[0].x[0]
+    assert pd.Timestamp(kolkata) - pd.Timestamp(utc) == pd.Timedelta(hours=5, minutes=30)
+
+
+def test_a_heatmap_has_all_regions_and_leaves_unmeasured_cells_empty() -> None:
+    data = frame_of({"03": [0.25, 0.5]}).rename(columns={"series": "region"})
+    (trace,) = charts.heatmap(data, charts.Frame(VIEW), title="active").data
+    cells = np.array(trace.z, dtype=float)
+    assert cells.shape == (32, 11)
+    np.testing.assert_allclose(cells[3, :2], [25, 50])
+    assert np.isnan(np.delete(cells, 3, axis=0)).all()
+    assert np.isnan(cells[3, 2:]).all()
+
+
+def test_make_up_bars_add_up_to_the_latency() -> None:
+    rows = {
+        "slowest 1 %": pd.Series({"queued": 1.0, "decode": 0.5, "swapped": 0.0}),
+        "slower half": pd.Series({"queued": 0.1, "decode": 0.4, "swapped": 0.0}),
+    }
+    figure = charts.makeup_bars(rows)
+    assert {trace.name for trace in figure.data} == {"queued", "decode"}
+    np.testing.assert_allclose(np.sum([trace.x for trace in figure.data], axis=0), [1.5, 0.5])

@@ -1,0 +1,165 @@
+"""What the panels read, against truth computed from the written rows by plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from observability import catalog
+from observability.app import queries
+from observability.app.page_now import in_words
+from observability.app.view import STEPS, View, make_view
+from observability.objectives import E2E, ITL, TTFT
+from observability.signals import BY_NAME
+from observability.store.source import SeriesSource
+from tests.app import synthetic
+
+
+@pytest.fixture(scope="module")
+def view(end: float) -> View:
+    return View(synthetic.MODEL, end - 3600, end, 60.0)
+
+
+def written(rows: dict[str, pd.DataFrame], signal: queries.Signal, view: View) -> list[dict[str, object]]:
+    """The rows of `signal` inside the view, as dictionaries with a Unix `time`."""
+    frame = rows[signal.name]
+    seconds = (
+        frame["time"].astype("int64") / 1e9
+        if frame["time"].dtype == "int64"
+        else frame["time"].map(pd.Timestamp.timestamp)
+    )
+    inside = frame[(seconds >= view.start) & (seconds <= view.end)].assign(time=seconds)
+    return inside.to_dict("records")  # type: ignore[return-value]
+
+
+def test_hits_are_sums_over_the_range_and_not_means_of_ratios(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    table = queries.hits_by_length(source, view).set_index("length_bucket")
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, signal in (("queried", queries.QUERIED), ("hittable", queries.HITTABLE), ("hit", queries.HIT)):
+        for row in written(rows, signal, view):
+            sums[str(row["length_bucket"])][name] += float(row["value"]) * view.step  # type: ignore[arg-type]
+    assert list(table.index) == [b for b in catalog.LENGTH_BUCKETS if sums[b]["queried"] > 0]
+    for bucket, row in table.iterrows():
+        truth = sums[str(bucket)]
+        assert row["hit"] == pytest.approx(truth["hit"])
+        assert row["hit_of_queried"] == pytest.approx(truth["hit"] / truth["queried"])
+        assert row["hit_of_hittable"] == pytest.approx(truth["hit"] / truth["hittable"])
+
+
+def test_free_runs_are_counts_by_class_that_sum_to_all_runs(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    table = queries.free_run_lengths(source, view)
+    newest = [r for r in written(rows, queries.FREE_RUNS, view) if r["time"] == view.end]
+    by_bound = sorted((float(str(r["le"])), float(r["value"])) for r in newest)  # type: ignore[arg-type]
+    assert table["runs"].sum() == by_bound[-1][1]
+    assert table["runs"].tolist() == [
+        by_bound[0][1],
+        *(b[1] - a[1] for a, b in itertools.pairwise(by_bound)),
+    ]
+    assert table["length"].tolist()[:4] == ["1", "2", "3 to 4", "5 to 8"]
+    assert table["length"].tolist()[-1] == "at least 16,385"
+
+
+def test_the_make_up_sums_to_the_mean_latency_of_the_slowest(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    makeup = queries.makeup_now(source, view, 0.99)
+    assert makeup is not None
+    newest = [r for r in written(rows, queries.TAIL[0.99], view) if r["time"] == view.end]
+    assert makeup.seconds == pytest.approx(sum(float(r["value"]) for r in newest))  # type: ignore[arg-type]
+    queued = sum(float(r["value"]) for r in newest if r["state"] == "queued")  # type: ignore[arg-type]
+    assert makeup.matrix.loc["queued"].sum() == pytest.approx(queued)
+    assert makeup.matrix.shape == (len(catalog.STATES), len(catalog.COMPONENTS))
+
+
+def test_make_up_over_time_by_state_and_by_component_have_the_same_total(source: SeriesSource, view: View) -> None:
+    totals = [
+        queries.makeup_over_time(source, view, 0.99, by).groupby("time")["value"].sum() for by in ("state", "component")
+    ]
+    pd.testing.assert_series_equal(*totals)
+    assert "swapped" not in set(queries.makeup_over_time(source, view, 0.99, "state")["series"])
+
+
+def test_an_hour_is_compared_with_the_hour_before_by_medians(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    changes = {change.title: change for change in queries.hour_against_hour(source, view)}
+    wide = View(view.model, view.end - 7200, view.end, 60.0)
+    for title, signal, direction in queries.COMPARED:
+        points = [(float(r["time"]), float(r["value"])) for r in written(rows, signal, wide)]  # type: ignore[arg-type]
+        before = statistics.median(v for t, v in points if t <= view.end - 3600)
+        after = statistics.median(v for t, v in points if t > view.end - 3600)
+        assert changes[title].before == pytest.approx(before)
+        assert changes[title].after == pytest.approx(after)
+        assert changes[title].worse == (None if direction == 0 or before == after else (after - before) * direction > 0)
+    scores = [change.score for change in changes.values()]
+    assert scores == sorted(scores, reverse=True)
+    assert len(changes) == len(queries.COMPARED)
+
+
+def test_the_objective_is_judged_by_the_share_over_the_threshold() -> None:
+    def verdict(p99: float | None, over: float | None) -> str:
+        return queries.ObjectiveNow(TTFT, p99, over).verdict
+
+    assert verdict(0.3, 0.0) == "met"
+    assert verdict(0.7, 0.009) == "near"
+    assert verdict(0.79, 0.0101) == "missed"
+    assert verdict(None, None) == "unknown"
+    assert queries.ObjectiveNow(TTFT, 0.1, 0.0).allowed == pytest.approx(0.01)
+
+
+def test_a_value_that_is_no_longer_current_is_not_shown_as_now(source: SeriesSource, view: View) -> None:
+    later = View(view.model, view.start, view.end + 1200, 60.0)
+    frame = queries.over_time(source, later, queries.KV_USAGE)
+    assert queries.newest(frame) is not None
+    assert queries.current(frame, later) is None
+    assert queries.objective_now(source, later, ITL).p99 is None
+
+
+def test_signals_of_every_panel_exist_and_have_values_in_the_synthetic_day(source: SeriesSource, view: View) -> None:
+    for signal in vars(queries).values():
+        if isinstance(signal, queries.Signal):
+            assert signal is BY_NAME[signal.name]
+            assert not queries.over_time(source, view, signal).empty, signal.name
+    assert not queries.latency_quantiles(source, view, E2E).empty
+
+
+def test_absence_is_explained_by_virtual_time_only_in_virtual_time() -> None:
+    name = [queries.QUANT_ERROR.name]
+    assert "virtual time" in queries.why_absent(name, simulated=True)
+    assert "not quantized" in queries.why_absent(name, simulated=False)
+    assert queries.why_absent(["model:kvscope_kv_usage:ratio"], simulated=False)
+
+
+def test_the_simulated_share_counts_only_what_is_inside_the_view(view: View) -> None:
+    spans = [(view.start - 1000, view.start + 900), (view.end - 900, view.end + 5000)]
+    assert queries.simulated_share(spans, view) == pytest.approx(0.5)
+    assert queries.simulated_share([], view) == 0
+
+
+@pytest.mark.parametrize("seconds", [900, 3600, 6 * 3600, 86400, 3 * 86400, 7 * 86400])
+def test_a_view_has_at_most_240_points_on_a_shared_grid(seconds: int) -> None:
+    one, other = make_view("m", seconds, 1_700_000_003.2), make_view("m", seconds, 1_700_000_004.9)
+    assert one == other
+    assert 1 < one.seconds / one.step <= 240
+    assert one.step in STEPS
+    assert one.end % 15 == 0
+    assert np.isclose(one.seconds, seconds)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unit", "text"),
+    [(0.5, 0.45, "ratio", "▼ 5.0 points"), (1.0, 1.12, "seconds", "▲ 12 %"), (1.0, 4.2, "seconds", "▲ 4.2 times"),
+     (0.0, 3.0, "requests", "▲ from 0"), (2.0, 2.0, "requests", "="), (2.0, 0.0, "requests", "▼ 100 %"),
+     (1.0, 1.001, "seconds", "≈"), (0.5, 0.5001, "ratio", "≈")],
+)  # fmt: skip
+def test_changes_are_told_in_words(before: float, after: float, unit: str, text: str) -> None:
+    assert in_words(queries.Change("x", unit, before, after, 2.0, None)) == text

@@ -1,0 +1,206 @@
+"""A real engine under load, its exporter, a real Prometheus with the generated rules, and a real Alertmanager."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from alerts import rules
+from exporters.prometheus import Exporter, start_exporter
+from observability import catalog
+from observability.engine.clock import MonotonicClock
+from observability.engine.engine import Engine
+from observability.engine.executor.torch_executor import TorchExecutor
+from observability.engine.loop import EngineThread
+from observability.engine.model.loading import load_model
+from observability.engine.types import EngineConfig, Request, SamplingParams
+from observability.telemetry.recorder import Telemetry
+
+MODEL = "tiny"
+POOL = 64
+CONFIG = EngineConfig(
+    block_size=16, num_blocks=POOL, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512,
+    max_queued=256, contiguous_below=256, kv_dtype="int8", quant_sample_rate=0.2,
+)  # fmt: skip
+
+
+def free_address() -> str:
+    """A loopback address with a port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+class LoadedEngine:
+    """The tiny model on the CPU with int8 KV, and a thread that sends it requests."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        clock = MonotonicClock()
+        self.telemetry = Telemetry(
+            MODEL, executor="torch", virtual=False, device="cpu", kv_dtype="int8", clock=clock.now
+        )
+        executor = TorchExecutor(load_model(MODEL), CONFIG, self.telemetry, clock=clock)
+        self.engine = Engine(CONFIG, executor, self.telemetry)
+        self.thread = EngineThread(self.engine)
+        self.exporter: Exporter = start_exporter(self.telemetry)
+        self.overload, self.paused = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._load = threading.Thread(target=self._send, name="load", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+        self._load.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._load.join(10)
+        self.thread.stop()
+        self.exporter.stop()
+
+    def _send(self) -> None:
+        """A few requests at a time, short and of three classes; in overload, hundreds that need half of the pool each."""
+        rng = np.random.default_rng(7)
+        shared = rng.integers(3, 250, 96).tolist()
+        number = 0
+        while not self._stop.is_set():
+            limit = 0 if self.paused.is_set() else 150 if self.overload.is_set() else 3
+            if self.engine.num_waiting + self.engine.num_running >= limit:
+                self._stop.wait(0.01)
+                continue
+            number += 1
+            if self.overload.is_set():
+                prompt, tokens = rng.integers(3, 250, 490).tolist(), 22
+            else:
+                own = rng.integers(3, 250, int(rng.integers(4, 200))).tolist()
+                prompt, tokens = (shared + own if number % 3 else own), int(rng.integers(2, 40))
+            request = Request(
+                f"r{number}",
+                prompt,
+                SamplingParams(max_tokens=tokens, ignore_eos=True),
+                request_class=catalog.CLASSES[number % 3],
+                arrival=self.engine.executor.clock.now(),
+            )
+            self.engine.add(request)
+            if number % 20 == 0:
+                self.engine.abort(request)
+
+
+@dataclass
+class Webhook:
+    """Receives Alertmanager's notifications on the loopback."""
+
+    server: http.server.ThreadingHTTPServer = field(init=False)
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        received = self.alerts
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                received.extend(body["alerts"])
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/"
+
+    def firing(self) -> dict[str, dict[str, Any]]:
+        return {a["labels"]["alertname"]: a for a in list(self.alerts) if a["status"] == "firing"}
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@dataclass
+class Prometheus:
+    url: str
+
+    def get(self, path: str, **params: Any) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=params, timeout=20).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def value(self, expr: str) -> float:
+        [sample] = self.get("query", query=expr)["result"]
+        return float(sample["value"][1])
+
+
+def start_prometheus(
+    spawn: Callable[..., Any],
+    program: Callable[[str], str],
+    folder: Path,
+    targets: list[str],
+    *,
+    address: str,
+    alertmanager: str | None = None,
+    cors: bool = False,
+) -> Prometheus:
+    """Prometheus on `address` with the generated rules: scrapes each second, evaluates each second, holds alerts for two."""
+    for name, text in (("recording.yml", rules.recording_file()), ("alerts.yml", rules.alert_file())):
+        quick = text.replace(f"interval: {rules.INTERVAL}", "interval: 1s").replace("for: 2m", "for: 2s")
+        (folder / name).write_text(quick)
+    config: dict[str, Any] = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["recording.yml", "alerts.yml"],
+        "scrape_configs": [{"job_name": rules.JOB, "static_configs": [{"targets": targets}]}],
+    }
+    if alertmanager:
+        config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    with (folder / "prometheus.log").open("wb") as log:
+        spawn(
+            program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address={address}", "--enable-feature=exemplar-storage",
+            *(["--web.cors.origin=.*"] if cors else []), stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    return Prometheus(f"http://{address}")
+
+
+def start_alertmanager(
+    spawn: Callable[..., Any], program: Callable[[str], str], folder: Path, address: str, webhook: str
+) -> None:
+    config = {
+        "route": {"receiver": "test", "group_by": ["alertname"], "group_wait": "0s", "group_interval": "1s"},
+        "receivers": [{"name": "test", "webhook_configs": [{"url": webhook}]}],
+    }
+    (folder / "alertmanager.yml").write_text(json.dumps(config))
+    with (folder / "alertmanager.log").open("wb") as log:
+        spawn(
+            program("prometheus-alertmanager"), f"--config.file={folder}/alertmanager.yml",
+            f"--storage.path={folder}/alertmanager", f"--web.listen-address={address}", "--cluster.listen-address=",
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def wait_until_ready(url: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/-/ready", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} is not ready within {seconds} s")

@@ -1,0 +1,184 @@
+"""Every query of the board is answered with data by a real Prometheus that scrapes a real engine, and all alerts arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from alerts import rules
+from dashboards import kv_cache_p99
+from dashboards.panels import LabelVariable, Panel, Query
+from observability import objectives
+from tests.boards import live
+from tests.boards.promql import fill
+from tests.conftest import wait_for
+
+BOARD = kv_cache_p99.board()
+PANELS: list[Panel] = [p for p in BOARD._iter_panels() if isinstance(p, Panel) and p.targets]
+SCRAPES = 15
+
+
+@dataclass
+class System:
+    engine: live.LoadedEngine
+    prometheus: live.Prometheus
+    webhook: live.Webhook
+
+
+@pytest.fixture(scope="module")
+def system(program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("live")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def spawn(*argv: str, **kwargs: Any) -> None:
+        started.append(subprocess.Popen(argv, start_new_session=True, **kwargs))
+
+    webhook = live.Webhook()
+    engine = live.LoadedEngine()
+    alertmanager = live.free_address()
+    try:
+        live.start_alertmanager(spawn, program, folder, alertmanager, webhook.url)
+        target = engine.exporter.url.removeprefix("http://").removesuffix("/metrics")
+        prometheus = live.start_prometheus(
+            spawn, program, folder, [target], address=live.free_address(), alertmanager=alertmanager
+        )
+        engine.start()
+        live.wait_until_ready(prometheus.url)
+        live.wait_until_ready(f"http://{alertmanager}")
+        yield System(engine, prometheus, webhook)
+    finally:
+        engine.stop()
+        webhook.stop()
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in started:
+            process.wait(timeout=15)
+
+
+@pytest.fixture(scope="module")
+def scraped(system: System) -> System:
+    """The system after enough scrapes for rates, and after rules have been evaluated over them."""
+    count = f'count_over_time(up{{job="{rules.JOB}"}}[5m])'
+
+    def enough() -> bool:
+        result = system.prometheus.get("query", query=count)["result"]
+        return bool(result) and float(result[0]["value"][1]) >= SCRAPES
+
+    wait_for(enough, 60, f"{SCRAPES} scrapes")
+    return system
+
+
+def _answer(prometheus: live.Prometheus, query: Query) -> list[dict[str, Any]]:
+    """Series with at least one finite sample, as the panel would get them over the last 8 seconds."""
+    expr, now = fill(query.expr, rate_interval="5s"), time.time()
+    if query.instant:
+        result = prometheus.get("query", query=expr)["result"]
+        samples = [(r["metric"], [r["value"]]) for r in result]
+    else:
+        result = prometheus.get("query_range", query=expr, start=now - 8, end=now, step=1)["result"]
+        samples = [(r["metric"], r["values"]) for r in result]
+    return [metric for metric, values in samples if any(math.isfinite(float(value)) for _, value in values)]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_every_query_of_the_panel_is_answered_with_data(scraped: System, panel: Panel) -> None:
+    for query in panel.targets:
+        found = _answer(scraped.prometheus, query)
+        assert found, query.expr
+        for label in re.findall(r"\{\{\s*(\w+)\s*\}\}", query.legendFormat):
+            assert all(label in metric for metric in found), f"legend {query.legendFormat}: {found[0]}"
+        if query.legendFormat and not query.instant:  # lines of one panel that bear one name cannot be told apart
+            names = [
+                re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda m, of=metric: of[m[1]], query.legendFormat) for metric in found
+            ]
+            assert len(names) == len(set(names)), names
+
+
+def test_panels_that_idle_or_unquantized_engines_leave_empty_say_why() -> None:
+    """Here all of them have data (see above): the engine is busy, its KV quantized and bounded."""
+    reasons = {panel.title: panel.when_empty for panel in PANELS if panel.when_empty}
+    assert len(reasons) == 9
+    assert all(re.match(r"No [a-zA-Z ]{8}", reason) for reason in reasons.values())
+
+
+@pytest.mark.parametrize(
+    "variable", [v for v in BOARD.templating.list if isinstance(v, LabelVariable)], ids=lambda v: v.name
+)
+def test_variable_offers_values(scraped: System, variable: LabelVariable) -> None:
+    selector, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable.query).groups()  # type: ignore[union-attr]
+    values = scraped.prometheus.get(f"label/{label}/values", **{"match[]": fill(selector)})
+    assert values
+    if variable.name == "class":
+        assert len(values) == 3
+
+
+def test_every_query_that_asks_for_exemplars_gets_some(scraped: System) -> None:
+    now = time.time()
+    asked = [query for panel in PANELS for query in panel.targets if query.exemplar]
+    assert len(asked) >= 4
+    for query in asked:
+        expr = fill(query.expr, rate_interval="5s")
+        found = scraped.prometheus.get("query_exemplars", query=expr, start=now - 30, end=now)
+        assert sum(len(series["exemplars"]) for series in found), expr
+
+
+def test_the_parts_add_up_on_the_live_board(scraped: System) -> None:
+    """At one instant: blocks by state make the pool, and the make-up of the slowest 1 % is one total however it is split."""
+    value, tail = scraped.prometheus.value, "model_state_component:kvscope_request_phase_seconds:p99_tail_mean5m"
+    assert value("sum(model_state:kvscope_kv_blocks:sum)") == live.POOL
+    ratio = value(f"sum(sum by (state) ({tail})) / sum(sum by (component) ({tail}))")
+    assert ratio == pytest.approx(1.0, abs=1e-9)
+    # the tail's mean is at least the lower bound that selected it, which is at most its p99 by the histogram
+    assert value(f"sum({tail})") > value("model:kvscope_request_duration_seconds:p90_5m") * 0.5
+    # the components cover the engine's time: one second a second
+    assert value("sum(rate(kvscope_step_seconds_total[10s]))") == pytest.approx(1.0, abs=0.05)
+
+
+def test_prometheus_counts_exactly_the_requests_that_the_engine_ended(scraped: System) -> None:
+    engine, value = scraped.engine, scraped.prometheus.value
+    engine.paused.set()
+    try:
+        wait_for(lambda: engine.engine.num_running + engine.engine.num_waiting == 0, 30, "the engine to run dry")
+        time.sleep(2.5)  # two scrapes
+        records = list(engine.telemetry.finished)
+        served = [r for r in records if r.outcome in ("stop", "length")]
+        assert value("sum(kvscope_requests_total)") == len(records)
+        assert value('sum(kvscope_requests_total{outcome="abort"})') == len(records) - len(served)
+        assert value("sum(kvscope_kv_queried_tokens_total)") == sum(r.prompt_tokens for r in records if r.scheduled)
+        assert value("sum(kvscope_kv_hit_tokens_total)") == sum(r.cached_tokens for r in records)
+        assert value("model:kvscope_requests_running:sum") == 0
+    finally:
+        engine.paused.clear()
+
+
+def test_seeded_faults_reach_a_webhook_through_alertmanager(scraped: System) -> None:
+    """Overload fills the pool and burns the budget; then the exporter goes away. Nothing fired before."""
+    assert scraped.webhook.firing() == {}
+    scraped.engine.overload.set()
+    wait_for(
+        lambda: {"KvscopeTTFTBudgetBurn", "KvscopeKVCacheExhausted"} <= set(scraped.webhook.firing()),
+        90,
+        "alerts of the overload",
+    )
+    burn, full = scraped.webhook.firing()["KvscopeTTFTBudgetBurn"], scraped.webhook.firing()["KvscopeKVCacheExhausted"]
+    assert burn["labels"]["model"] == full["labels"]["model"] == live.MODEL
+    percent = float(re.match(r"([\d.]+)%", burn["annotations"]["description"])[1])  # type: ignore[index]
+    assert percent > rules.BURN_RATE * (1 - objectives.TTFT.target) * 100
+    assert burn["annotations"]["runbook_url"].endswith("/d/kvscope-runbook-ttftbudgetburn")
+    assert full["labels"]["instance"] == scraped.engine.exporter.url.removeprefix("http://").removesuffix("/metrics")
+    scraped.engine.exporter.stop()
+    wait_for(lambda: "KvscopeSourceStale" in scraped.webhook.firing(), 30, "the alert that the source is gone")
+    assert "does not answer scrapes" in scraped.webhook.firing()["KvscopeSourceStale"]["annotations"]["description"]

@@ -1,0 +1,77 @@
+"""Generation by the real engine and the real model equals transformers' token for token, however requests are batched."""
+
+from __future__ import annotations
+
+import random
+
+from observability.engine.model.loading import LoadedModel
+from observability.engine.types import EngineConfig, Request, SamplingParams
+from tests.model.conftest import Greedy
+from tests.model.prompts import PROMPTS
+from tests.model.running import Runner
+
+
+def serve(runner: Runner, wanted: list[Greedy]) -> list[Request]:
+    """Serves the prompts at once and asserts the tokens."""
+    requests = runner.run([g.prompt for g in wanted], [SamplingParams(max_tokens=g.max_tokens) for g in wanted])
+    different = [
+        (len(g.prompt), g.tokens, r.output) for g, r in zip(wanted, requests, strict=True) if r.output != g.tokens
+    ]
+    assert not different
+    assert all(r.outcome in ("stop", "length") for r in requests)
+    return requests
+
+
+def test_the_prompts_are_far_from_ties(reference: list[Greedy]) -> None:
+    assert len(reference) >= 20
+    assert [len(g.prompt) for g in reference] == list(PROMPTS)
+    assert min(PROMPTS) == 3
+    assert max(PROMPTS) == 3000
+    assert min(g.margin for g in reference) > 0.01  # logits agree to about 0.0003
+
+
+def test_alone_with_prefix_hits_and_both_layouts(smollm2: LoadedModel, reference: list[Greedy]) -> None:
+    runner = Runner(smollm2, EngineConfig(num_blocks=600))
+    cached = {}
+    for wanted in reference:
+        (request,) = serve(runner, [wanted])
+        cached[len(wanted.prompt)] = request.num_cached
+    assert cached[2100] >= 900  # the 1,000-token prompt, all but its ending
+    assert cached[3000] >= 2000
+    assert runner.executor.layouts["contiguous"] > 0
+    assert runner.executor.layouts["paged"] > 0
+    assert set(runner.executor.kinds) == {"prefill", "decode"}
+
+
+def test_mixed_in_one_batch_in_chunks(smollm2: LoadedModel, reference: list[Greedy]) -> None:
+    runner = Runner(smollm2, EngineConfig(num_blocks=900, max_num_batched_tokens=192, prefix_caching=False))
+    mixed = random.Random(1).sample([g for g in reference if len(g.prompt) < 3000], len(reference) - 1)
+    requests = serve(runner, mixed)
+    chunks = runner.executor.chunks
+    assert max(chunks.values()) > 10
+    assert runner.executor.kinds["mixed"] > 10
+    assert runner.executor.layouts["contiguous"] > 0
+    assert runner.executor.layouts["paged"] > 0
+    assert all(r.num_cached == 0 for r in requests)
+
+
+def test_with_preemption_in_a_small_pool(smollm2: LoadedModel, reference: list[Greedy]) -> None:
+    short = [g for g in reference if len(g.prompt) <= 65]
+    for prefix_caching in (True, False):
+        config = EngineConfig(
+            block_size=4, num_blocks=50, max_model_len=200, max_num_batched_tokens=64, prefix_caching=prefix_caching
+        )
+        runner = Runner(smollm2, config)
+        requests = serve(runner, short)
+        assert sum(r.num_preemptions for r in requests) > 0
+        assert runner.executor.kinds["mixed"] > 0
+
+
+def test_again_from_cache(smollm2: LoadedModel, reference: list[Greedy]) -> None:
+    """A prompt served twice takes its whole blocks from the cache the second time and gives the same tokens."""
+    wanted = [g for g in reference if 30 < len(g.prompt) <= 300]
+    runner = Runner(smollm2, EngineConfig(num_blocks=600))
+    first = serve(runner, wanted)
+    second = serve(runner, wanted)
+    assert all(r.num_cached < r.prompt_len for r in first)
+    assert [r.num_cached for r in second] == [(r.prompt_len - 1) // 16 * 16 for r in second]

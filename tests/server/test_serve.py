@@ -1,0 +1,164 @@
+"""`kvscope serve` as a process: addresses, limits, refusals before the model is loaded, a clean end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import wait_for
+
+KVSCOPE = (sys.executable, "-m", "observability.cli")
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+class Served:
+    """A running `kvscope serve`; `output` grows with what it prints."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.output = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        found = wait_for(lambda: re.search(r"API +(http://\S+)/v1", self.output), 60, "address printed")
+        self.url = found.group(1)
+        wait_for(lambda: httpx.get(self.url + "/health", trust_env=False).status_code == 200, 10, "healthy")
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.output += line.decode()
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def serve(spawn: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., Served]:
+    def start(*options: str, **env: str) -> Served:
+        return Served(
+            spawn(
+                *KVSCOPE,
+                "serve",
+                "tiny",
+                "--port",
+                "0",
+                *options,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=ENV | env,
+            )
+        )
+
+    return start
+
+
+def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*KVSCOPE, *argv], capture_output=True, text=True, timeout=60, env=ENV | env, check=False)
+
+
+def stream(served: Served, **kwargs: Any) -> openai.Stream[Any]:
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=30)
+    return client.completions.create(
+        model="tiny", prompt="x", temperature=0, stream=True, extra_body={"ignore_eos": True}, **kwargs
+    )
+
+
+def test_sigterm_lets_a_running_request_finish_and_exits_0(serve: Callable[..., Served]) -> None:
+    served = serve()
+    events = iter(stream(served, max_tokens=400))
+    next(events)
+    served.process.send_signal(signal.SIGTERM)
+    assert len([event for event in events if event.choices]) == 399
+    assert served.process.wait(20) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(served.url + "/health", trust_env=False)
+
+
+def test_sigint_ends_a_request_that_outlasts_the_grace_period_by_an_error_and_exits_0(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve("--grace", "0.2")
+    events = iter(stream(served, max_tokens=8000))
+    next(events)
+    began = time.monotonic()
+    served.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(events)
+    assert served.process.wait(20) == 0
+    assert time.monotonic() - began < 10
+    assert "Traceback" not in served.output
+
+
+def test_settings_reach_the_engine_and_the_token_comes_from_the_environment(serve: Callable[..., Served]) -> None:
+    served = serve(
+        "--kv-memory", "2MiB", "--block-size", "32", "--kv-dtype", "int8", "--max-num-seqs", "2", KVSCOPE_TOKEN="secret"
+    )  # fmt: skip
+    headers = {"Authorization": "Bearer secret"}
+    assert httpx.get(served.url + "/v1/models", trust_env=False).status_code == 401
+    model = httpx.get(served.url + "/v1/models", headers=headers, trust_env=False).json()["data"][0]
+    metrics = httpx.get(served.url + "/metrics", headers=headers, trust_env=False).text
+    blocks = int(re.search(r"^kvscope_kv_capacity_blocks\{.*\} (\d+)$", metrics, re.M).group(1))
+    reserved = int(re.search(r'^kvscope_kv_bytes\{.*kind="reserved"\} (\d+)$', metrics, re.M).group(1))
+    assert 2 * 2**20 * (1 - 1 / blocks) < reserved <= 2 * 2**20
+    assert model["max_model_len"] == min(8192, blocks * 32)
+    assert 'kv_dtype="int8"' in metrics
+    client = openai.OpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0)
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=3, temperature=0).usage.completion_tokens > 0
+    assert "secret" not in served.output
+    assert served.end(signal.SIGTERM) == 0
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("serve", "/no/such/model", "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "cannot listen on 127.0.0.1:" in result.stderr
+    assert "--port" in result.stderr
+    assert "model" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["/no/such/model", "--port", "0"], 1, "/no/such/model"),
+        (["tiny", "--host", "0.0.0.0"], 2, "KVSCOPE_TOKEN"),
+        (["tiny", "--host", "::"], 2, "--insecure"),
+        (["tiny", "--host", "no-such-host.invalid", "--insecure"], 1, "no-such-host.invalid"),
+        (["tiny", "--port", "0", "--kv-memory", "lots"], 2, "512MiB"),
+        (["tiny", "--port", "0", "--kv-memory", "10B"], 2, "holds no block"),
+        (["tiny", "--kv-memory", "1GiB", "--kv-blocks", "5"], 2, "Give one of them"),
+        (["tiny", "--port", "0", "--kv-blocks", "4", "--max-model-len", "512"], 2, "num_blocks"),
+        (["tiny", "--port", "0", "--kv-dtype", "int2"], 2, "int2"),
+        (["tiny", "--port", "0", "--token", "with space"], 2, "token"),
+    ],
+)
+def test_bad_settings_are_told_with_a_next_step(options: list[str], code: int, words: str) -> None:
+    result = run("serve", *options)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_shows_examples_and_every_limit() -> None:
+    text = run("serve", "--help").stdout
+    for words in (
+        "kvscope serve",
+        "--kv-memory",
+        "--max-queued",
+        "--contiguous-below",
+        "KVSCOPE_TOKEN",
+        "x-kvscope-class",
+    ):
+        assert words in text

@@ -1,0 +1,153 @@
+"""Random but consistent scrapes of two engines, for the tests that compare with a real Prometheus.
+
+Counters come from simulated requests, so that cumulative families (buckets, tail bounds) hang together as an exporter's do.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import Counter, defaultdict
+
+from observability import catalog as c
+from observability.catalog import Family
+from observability.store.evaluate import Key
+
+
+def key(family: Family, *values: str) -> Key:
+    names = (*family.labels, "le") if family.kind == "histogram" else family.labels
+    return family.series, tuple(zip(names, values, strict=True))
+
+
+class FakeEngine:
+    """One engine's exposition. `step` lets some requests pass; `restart` sets every counter to 0."""
+
+    def __init__(self, model: str, seed: int) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        self.classes = ["standard"]
+        self.values: dict[Key, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.values.clear()
+        self.counts: Counter[str] = Counter()
+        self.histograms: dict[tuple[Family, str], list[float]] = {}
+
+    def add(self, family: Family, amount: float, *labels: str) -> None:
+        name = key(family, self.model, *labels)
+        self.values[name] = self.values.get(name, 0.0) + amount
+
+    def observe(self, family: Family, value: float, label: str) -> None:
+        cells = self.histograms.setdefault((family, label), [0.0] * (len(family.bounds) + 1))
+        cells[bisect_left(family.bounds, value)] += 1
+        total = 0.0
+        for bound, count in zip([*map(float, family.bounds), "+Inf"], cells, strict=True):
+            total += count
+            self.values[key(family, self.model, label, str(bound))] = total
+
+    def step(self, requests: int, *, quantized: bool) -> None:
+        rng = self.random
+        for _ in range(requests):
+            request_class = rng.choice(self.classes)
+            self.add(c.REQUESTS_RECEIVED, 1, request_class)
+            self.add(c.REQUESTS, 1, request_class, rng.choice(c.OUTCOMES))
+            duration = rng.lognormvariate(0.5, 1.3)
+            self.observe(c.REQUEST_DURATION, duration, request_class)
+            self.observe(c.TIME_TO_FIRST_TOKEN, rng.lognormvariate(-1, 1.2), request_class)
+            for _ in range(8):
+                self.observe(c.INTER_TOKEN_LATENCY, rng.lognormvariate(-3, 0.8), request_class)
+            parts: dict[tuple[str, str], float] = defaultdict(float)
+            for _ in range(5):
+                parts[rng.choice(c.STATES[:4]), rng.choice(c.COMPONENTS)] += duration / 5
+            for bound in c.TAIL_BOUNDS:
+                slower = duration > bound
+                self.add(c.PHASE_REQUESTS, slower, f"{bound:g}")
+                for (state, component), seconds in parts.items():
+                    self.add(c.PHASE_SECONDS, seconds * slower, state, component, f"{bound:g}")
+            prompt = int(rng.lognormvariate(8, 1.5))
+            length = c.LENGTH_BUCKETS[c.length_bucket(prompt)]
+            self.add(c.PROMPT_TOKENS, prompt, request_class)
+            self.add(c.GENERATION_TOKENS, 9, request_class)
+            self.add(c.KV_QUERIED_TOKENS, prompt, length)
+            self.add(c.KV_HITTABLE_TOKENS, prompt // 16 * 16, length)
+            self.add(c.KV_HIT_TOKENS, rng.randrange(prompt + 1), length, "device")
+            self.add(c.PREEMPTIONS, rng.random() < 0.1, "kv_exhausted")
+            self.add(c.KV_EVICTED_BLOCKS, rng.randrange(5))
+            self.add(c.STEP_TOKENS, prompt, "prefill")
+            self.add(c.STEP_TOKENS, 9, "decode")
+            if quantized:
+                for tensor in c.TENSORS:
+                    signal = rng.uniform(50, 100)
+                    self.add(c.KV_QUANT_SIGNAL, signal, tensor, "00-09", "int8")
+                    self.add(c.KV_QUANT_ERROR, signal * rng.uniform(2e-5, 9e-5), tensor, "00-09", "int8")
+        for component in c.COMPONENTS:
+            self.add(c.STEP_SECONDS, rng.random(), component)
+        for reason in c.ANOMALIES:
+            self.add(c.ANOMALIES_TOTAL, rng.random() < 0.05, reason)
+
+    def gauges(self, now: float) -> None:
+        rng, model = self.random, self.model
+
+        def put(family: Family, value: float, *labels: str) -> None:
+            self.values[key(family, model, *labels)] = value
+
+        regions = {region: rng.choices(range(17), k=3) for region in c.REGION_LABELS}
+        blocks = [float(sum(region[i] for region in regions.values())) for i in range(3)]
+        for i, state in enumerate(c.BLOCK_STATES):
+            put(c.KV_BLOCKS, blocks[i], state)
+            for region, counts in regions.items():
+                put(c.KV_REGION_BLOCKS, counts[i], region, state)
+        for region, counts in regions.items():
+            put(c.KV_REGION_FREE_RUN, rng.randint(0, counts[0] + counts[1]), region)
+        put(c.KV_CAPACITY_BLOCKS, sum(blocks))
+        put(c.KV_BLOCK_SIZE, 16)
+        put(c.KV_STORED_TOKENS, rng.uniform(0.3, 1.0) * 16 * blocks[2])
+        put(c.KV_LARGEST_FREE_RUN, rng.randint(0, int(blocks[0] + blocks[1])))
+        for layout in ("contiguous", "paged"):
+            put(c.KV_LAYOUT_BLOCKS, rng.randrange(300), layout)
+        runs = 0
+        for bound in (*c.FREE_RUN_BOUNDS, "+Inf"):
+            runs += rng.randrange(3)
+            put(c.KV_FREE_RUNS, runs, str(bound))
+        for request_class in self.classes:
+            put(c.REQUESTS_RUNNING, rng.randrange(30), request_class)
+            put(c.REQUESTS_WAITING, rng.randrange(4), request_class)
+        put(c.LAST_UPDATE, now - rng.random(), "engine")
+
+
+class FakeTarget:
+    """Two engines behind one endpoint: idle at first, classes and quantized KV that appear late, restarts."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.engines = [FakeEngine("small", seed + 1), FakeEngine("large", seed + 2)]
+        self.scrapes = 0
+
+    def scrape(self, now: float) -> dict[Key, float]:
+        self.scrapes += 1
+        for engine in self.engines:
+            if self.scrapes > 25:
+                engine.classes = ["standard", "interactive", "long_context"]
+            idle = self.scrapes % 40 > 30 and engine.model == "small"
+            requests = 0 if idle else self.random.randrange(5)
+            if self.random.random() < 0.03:
+                engine.restart()
+            engine.step(requests, quantized=self.scrapes > 15)
+            engine.gauges(now)
+        return {k: v for engine in self.engines for k, v in engine.values.items()}
+
+
+def sample_line(name: Key) -> str:
+    labels = ",".join(f'{label}="{value}"' for label, value in name[1])
+    return f"{name[0]}{{{labels}}}"
+
+
+def openmetrics(scrapes: dict[float, dict[Key, float]]) -> str:
+    """All scrapes as one OpenMetrics text with timestamps, one family at a time, each series in time order."""
+    series: dict[Key, list[tuple[float, float]]] = {}
+    for time, values in scrapes.items():
+        for name, value in values.items():
+            series.setdefault(name, []).append((time, value))
+    lines = [f"{sample_line(name)} {value!r} {time:.3f}" for name in sorted(series) for time, value in series[name]]
+    return "\n".join([*lines, "# EOF\n"])

@@ -1,0 +1,106 @@
+"""The evaluator gives the numbers that a real Prometheus 2.42 gives on the same scrapes."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from observability.signals import SIGNALS, Age, Signal, TailMean
+from observability.store.evaluate import Evaluator, Key
+from tests.store.scrapes import FakeTarget, openmetrics
+
+START = 1_704_103_200.0  # 2024-01-01 10:00 UTC
+
+
+def record_scrapes(count: int, seed: int) -> dict[float, dict[Key, float]]:
+    """Irregular intervals, one long gap, restarts, series that appear late, a few samples exactly on window bounds."""
+    target, rng, now, scrapes = FakeTarget(seed), random.Random(seed), START, {}
+    for i in range(count):
+        scrapes[round(now, 3)] = target.scrape(now)
+        regular = i % 50 < 20
+        now += 15.0 if regular else rng.choice([1.017, 15.0, 15.2, 14.9, 40.0, 62.5, 155.0])
+        if i == 60:
+            now += 12 * 60
+    return scrapes
+
+
+Points = dict[tuple[tuple[str, str], ...], dict[float, float]]
+
+
+def ask(client: httpx.Client, signal: Signal, times: np.ndarray) -> Points:
+    """What Prometheus says at evenly spaced `times`, non-finite values left out.
+
+    Make-up signals go through instant queries, as a rule does: in a range query Prometheus 2.42 walks series in random order,
+    and of tail bounds with equal shares `bottomk` then picks any.
+    """
+    step = times[1] - times[0]
+    if isinstance(signal.expr, TailMean):
+        questions = [("query", {"time": f"{at:.3f}"}) for at in times[::5]]
+    else:
+        span = {"start": f"{times[0]:.3f}", "end": f"{times[-1]:.3f}", "step": f"{step:.3f}"}
+        questions = [("query_range", span)]
+    out: Points = {}
+    for kind, when in questions:
+        answer = client.post(f"/api/v1/{kind}", data={"query": signal.promql, **when})
+        assert answer.status_code == 200, answer.text
+        for row in answer.json()["data"]["result"]:
+            points = out.setdefault(tuple(sorted(row["metric"].items())), {})
+            for at, text in row.get("values") or [row["value"]]:
+                if np.isfinite(value := float(text)):
+                    points[round(float(at), 3)] = value
+    return {labels: points for labels, points in out.items() if points}
+
+
+def assert_same(signal: Signal, ours: Points, theirs: Points) -> None:
+    assert ours.keys() == theirs.keys(), signal.name
+    # time() - x loses the digits that both have in common
+    tolerance = 1e-6 if isinstance(signal.expr, Age) else 1e-12
+    for labels, points in theirs.items():
+        mine = ours[labels]
+        assert mine.keys() == points.keys(), (signal.name, labels)
+        np.testing.assert_allclose(
+            [mine[at] for at in points],
+            list(points.values()),
+            rtol=1e-9,
+            atol=tolerance,
+            err_msg=f"{signal.name} {labels}",
+        )
+
+
+def test_every_signal_equals_what_prometheus_answers(
+    program: Callable[[str], str], prometheus: Callable[..., str], tmp_path: Path
+) -> None:
+    scrapes = record_scrapes(150, seed=5)
+    text = tmp_path / "scrapes.om"
+    text.write_text(openmetrics(scrapes))
+    data = tmp_path / "data"
+    subprocess.run(
+        [program("promtool"), "tsdb", "create-blocks-from", "openmetrics", "--max-block-duration=400h", str(text), str(data)],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    url = prometheus(data)
+    # On the scrapes' own grid, so that samples lie exactly on window bounds, and beside it.
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        for first, step in ((START, 30.0), (START + 4.321, 41.7)):
+            times = np.round(np.arange(first, max(scrapes) + 400, step), 3)
+            evaluator, pending = Evaluator(), sorted(scrapes)
+            ours: dict[str, Points] = {signal.name: {} for signal in SIGNALS}
+            for i, at in enumerate(times.tolist()):
+                while pending and pending[0] <= at:
+                    time = pending.pop(0)
+                    evaluator.scrape(time, list(scrapes[time]), np.array(list(scrapes[time].values())))
+                for name, found in evaluator.evaluate(at).items():
+                    if i % 5 and "tail_mean" in name:
+                        continue
+                    for labels, value in zip(found.labels, found.values.tolist(), strict=True):
+                        if not np.isnan(value):
+                            ours[name].setdefault(tuple(sorted(labels.items())), {})[at] = value
+            for signal in SIGNALS:
+                theirs = ask(client, signal, times)
+                assert theirs, f"Prometheus has no value of {signal.name}: the test data does not cover it"
+                assert_same(signal, ours[signal.name], theirs)

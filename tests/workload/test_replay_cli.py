@@ -1,0 +1,148 @@
+"""`kvscope replay` as a user runs it: a process, its output, its exit code, its time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workload.truth import hit_rate, hits_of_unbounded_cache, mooncake_prompts
+
+KVSCOPE = str(Path(sys.executable).with_name("kvscope"))
+
+
+def kvscope(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [KVSCOPE, "replay", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=cwd)
+
+
+def replayed(*arguments: str) -> dict[str, Any]:
+    done = kvscope(*arguments, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def trace(data_dir: Path) -> Path:
+    return data_dir / "traces" / "mooncake_conversation.jsonl"
+
+
+@pytest.mark.slow
+def test_the_whole_trace_takes_less_than_a_minute_of_one_core_and_less_than_two_gibibytes(trace: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = replayed(str(trace))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result["outcomes"]["length"] == result["requests"] == 12_031
+    assert result["prompt_tokens"] == 144_793_823
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu < 60.0, f"{cpu:.1f} s of CPU"
+    assert after.ru_maxrss < 2 * 1024 * 1024, f"{after.ru_maxrss / 1024:.0f} MiB"  # KiB; of the largest child
+    assert result["kv"]["hit_rate"] <= 0.3737
+    assert result["clock"] == "virtual"
+
+
+def test_json_has_what_it_promises_and_the_truth_in_it(trace: Path) -> None:
+    result = replayed(str(trace), "--limit", "200", "--serial", "--unbounded")
+    assert result["settings"]["target"] == "roofline"
+    assert result["settings"]["device"] == "H100"
+    assert result["settings"]["model"] == "llama-3-8b"
+    assert result["settings"]["load"] == str(trace)
+    assert result["settings"]["num_blocks"] is None
+    assert result["settings"]["max_model_len"] == 131_072
+    assert set(result["versions"]) == {"kvscope", "python", "numpy"}
+    by_bucket = result["kv"]["by_length_bucket"]
+    assert list(by_bucket) == ["0-2K", "2K-8K", "8K-32K", "32K-128K", "128K-512K", "512K+"]
+    assert all(set(row) == {"queried_tokens", "hittable_tokens", "hit_tokens"} for row in by_bucket.values())
+    want = hits_of_unbounded_cache(mooncake_prompts(trace, 200))
+    assert {name: (row["queried_tokens"], row["hit_tokens"]) for name, row in by_bucket.items()} == want
+    assert result["kv"]["hit_rate"] == pytest.approx(hit_rate(want))
+    assert set(result["latency"]["end_to_end_seconds"]) == {
+        "count", "mean", "p50", "p90", "p95", "p99", "p99.9", "max",
+    }  # fmt: skip
+    for part in ("all", "slowest_1_percent"):
+        phases = result["phases"][part]
+        assert sum(phases["by_state"].values()) == pytest.approx(phases["mean_latency_seconds"])
+    assert result["kv"]["use"]["usage_ratio"] is None  # unbounded: unknown, not 0
+
+
+def test_a_table_for_people_and_a_file_for_programs(data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    azure = data_dir / "traces" / "azure_2023_code.csv"
+    done = kvscope(str(azure), "--limit", "100", "--gpu", "a10g", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "Replay in virtual time (llama-3-8b on A10G simulated)" in done.stdout
+    assert done.stderr == ""  # no progress bar where nobody watches
+    result = json.loads(out.read_text())
+    assert result["requests"] == 100
+    assert result["kv"]["hit_tokens"] == 0  # every prompt of this trace is distinct
+
+
+def test_the_generated_load_needs_no_file() -> None:
+    result = replayed("generated", "--span", "120", "--seed", "3", "--requests-per-second", "2")
+    assert 150 < result["requests"] < 350
+    assert result["settings"]["seed"] == 3
+    assert result["kv"]["hit_tokens"] > 0
+    assert result["duration_seconds"] > 100
+
+
+def test_a_real_model_runs_from_the_command_line() -> None:
+    result = replayed("generated", "--torch", "tiny", "--limit", "5", "--time-scale", "100")
+    assert result["clock"] == "real"
+    assert result["settings"]["preset"] == "laptop"
+    assert result["outcomes"]["length"] == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n\n', "line 2: is empty"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp"\n', "line 2: invalid JSON"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-4,5\n", "line 2: ContextTokens"),
+        ("", "holds no request"),
+    ],
+)  # fmt: skip
+def test_a_bad_trace_is_named_with_its_line_before_anything_runs(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "bad.trace"
+    path.write_text(content)
+    done = kvscope("bad.trace", "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert reason in " ".join(done.stderr.split())
+    assert "next:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["absent.jsonl"], "absent.jsonl cannot be read"),
+        (["generated", "--gpu", "H1000"], "no record of a GPU named 'H1000'"),
+        (["generated", "--torch", "tiny", "--url", "http://127.0.0.1:9"], "different targets"),
+        (["generated", "--url", "http://127.0.0.1:9", "--kv-blocks", "5"], "--kv-blocks has no effect with --url"),
+        (["generated", "--url", "http://127.0.0.1:9", "--limit", "1"], "cannot be reached"),
+        (["generated", "--ignore-eos"], "--ignore-eos has no effect with --gpu"),
+        (["generated", "--time-scale", "0"], "time_scale is 0.0"),
+        (["generated", "--preset", "moon"], "no preset 'moon'"),
+        (["generated", "--json", "/no/such/folder/out.json"], "cannot be written"),
+        (["generated", "--limit", "3", "--max-model-len", "16"], "No request of 3 was served"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_the_next_step(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    done = kvscope(*arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert reason in " ".join(done.stderr.split())
+    assert "next:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_examples() -> None:
+    done = kvscope("--help")
+    assert done.returncode == 0
+    assert "kvscope replay mooncake.jsonl --gpu H100" in " ".join(done.stdout.split())

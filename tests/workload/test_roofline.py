@@ -1,0 +1,194 @@
+"""The roofline executor against step times worked out by hand, on a toy GPU and model with round numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from observability import catalog
+from observability.engine.clock import VirtualClock
+from observability.engine.executor.hardware import GPU, GPUS
+from observability.engine.executor.roofline import RooflineExecutor, fit_num_blocks
+from observability.engine.model.costs import MODELS, AttentionGroup, ModelCost
+from observability.engine.types import Chunk, EngineConfig, PromptSpan, Request, SamplingParams, StepPlan
+from observability.errors import ConfigError
+from observability.telemetry.recorder import Telemetry
+
+# 1 TFLOP/s and 100 GB/s attainable; 3 ms overhead a step
+TOY_GPU = GPU(
+    name="toy", peak_flops={"bfloat16": 2e12}, memory_bytes=10e9, memory_bandwidth=200e9, pcie_bandwidth=10e9,
+    nvlink_bandwidth=50e9, compute_fraction=0.5, memory_fraction=0.5, schedule_seconds=0.0015, sample_seconds=0.0005,
+    emit_seconds=0.001, sources={},
+)  # fmt: skip
+# 1 G parameters of 2 bytes; 4 layers, 8 heads of 64 with 2 KV heads: 4 x 2 x 2 x 64 x 2 = 2,048 B a token
+TOY = ModelCost(
+    name="toy", parameters=1e9, active_parameters=1e9, weight_dtype="bfloat16", weight_bytes=2e9, layers=4, hidden_size=512,
+    heads=8, kv_heads=2, head_dim=64, max_context=10_000, kv_format="bfloat16",
+    attention=(AttentionGroup(4, 4.0 * 8 * 64, {"bfloat16": 512.0}),),
+)  # fmt: skip
+CONFIG = EngineConfig(block_size=16, num_blocks=1024, max_model_len=8192)
+
+
+def decoding(*computed: int) -> list[Request]:
+    requests = []
+    for n in computed:
+        request = Request(f"r{n}", PromptSpan(n, tuple(range(-(-n // 512)))), SamplingParams(max_tokens=1000))
+        request.num_computed = n
+        requests.append(request)
+    return requests
+
+
+def executor(
+    model: ModelCost = TOY, gpu: GPU = TOY_GPU, config: EngineConfig = CONFIG, **options: object
+) -> RooflineExecutor:
+    return RooflineExecutor(model, gpu, config, **options)  # type: ignore[arg-type]
+
+
+def test_a_decode_step_is_bound_by_reading_weights_and_kv() -> None:
+    [end] = executor().execute(StepPlan([], decoding(1000, 3000)), None).ends
+    # reads 2e9 B of weights, (1001 + 3001) tokens of KV, writes 2 tokens: at 100 GB/s
+    memory = (2e9 + (1001 + 3001 + 2) * 2048) / 100e9
+    assert end == pytest.approx(0.003 + memory, rel=1e-12)
+    assert end == pytest.approx(0.0230820, abs=1e-7)
+
+
+def test_a_prefill_step_is_bound_by_arithmetic_with_a_quadratic_part() -> None:
+    [request] = decoding(0)
+    [end] = executor().execute(StepPlan([Chunk(request, 0, 2000, samples=True)], []), None).ends
+    # 2 x 1e9 FLOPs a token; each of the positions 1..2000 sees so many tokens, 4 layers x 4 x 8 x 64 FLOPs each
+    flops = 2e9 * 2000 + 4 * 4 * 8 * 64 * (2000 * 2001 / 2)
+    assert end == pytest.approx(0.003 + flops / 1e12, rel=1e-12)
+
+
+def test_a_later_chunk_attends_to_what_is_cached() -> None:
+    cost = executor().step_cost([(6000, 512)], [])
+    flops = 2e9 * 512 + 4 * 4 * 8 * 64 * sum(range(6001, 6513))
+    assert cost.compute_seconds == pytest.approx(flops / 1e12, rel=1e-12)
+    assert cost.memory_seconds == pytest.approx((2e9 + 6512 * 2048) / 100e9, rel=1e-12)
+
+
+def test_a_mixed_step_reads_the_weights_once_and_is_shared_by_cost() -> None:
+    cost = executor().step_cost([(0, 100)], [5000] * 10)
+    prefill_flops = 2e9 * 100 + 8192 * 5050
+    decode_flops = 2e9 * 10 + 8192 * 50_000
+    assert cost.compute_seconds == pytest.approx((prefill_flops + decode_flops) / 1e12)
+    assert cost.memory_seconds == pytest.approx((2e9 + (100 + 50_000 + 10) * 2048) / 100e9)
+    assert cost.seconds == cost.compute_seconds  # 0.2205 s against 0.021 s
+    assert cost.prefill_share == pytest.approx(prefill_flops / (prefill_flops + decode_flops))
+    small = executor().step_cost([(0, 2)], [5000] * 8)  # bound by memory: weights by tokens, KV to whom it belongs
+    assert small.seconds == small.memory_seconds
+    prefill, decode = 2e9 * 2 / 10 + 2 * 2048, 2e9 * 8 / 10 + (40_000 + 8) * 2048
+    assert small.prefill_share == pytest.approx(prefill / (prefill + decode))
+
+
+def test_two_gpus_halve_the_work_and_pay_for_all_reduces() -> None:
+    one, two = executor().step_cost([(0, 1000)], []), executor(tensor_parallel=2).step_cost([(0, 1000)], [])
+    assert two.compute_seconds == pytest.approx(one.compute_seconds / 2)
+    # 2 all-reduces x 4 layers x 1000 tokens x 512 x 2 B, of which each GPU sends 2 x 1/2, at 50 GB/s
+    assert two.link_seconds == pytest.approx(2 * 4 * 1000 * 512 * 2 / 50e9)
+    assert one.link_seconds == 0.0
+    # 4 GPUs hold 2 KV heads: each reads half of the KV, a quarter of the weights
+    four = executor(tensor_parallel=4).step_cost([], [4000])
+    assert four.memory_seconds == pytest.approx((2e9 / 4 + (4000 + 1) * 2048 / 2) / 100e9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("contexts", [(10,), (1, 120, 4000, 70_000), tuple(range(100, 3300, 50))])
+def test_a_run_of_repeats_takes_the_time_of_single_steps(name: str, contexts: tuple[int, ...]) -> None:
+    model = MODELS[name]
+    config = EngineConfig(num_blocks=None, max_num_seqs=64)
+    gpu, tp = GPUS["H200"], 1 if model.layers < 43 else 8
+    run = executor(model, gpu, config, tensor_parallel=min(tp, model.heads))
+    ends = run.execute(StepPlan([], decoding(*contexts), repeats=300), None).ends
+    single = executor(model, gpu, config, tensor_parallel=min(tp, model.heads))
+    requests, one_by_one = decoding(*contexts), []
+    for _ in range(300):
+        one_by_one.append(float(single.execute(StepPlan([], requests), None).ends[0]))
+        for request in requests:
+            request.num_computed += 1
+    assert len(ends) == 300
+    assert ends == pytest.approx(one_by_one, rel=1e-9)
+    assert run.clock.now() == ends[-1]
+
+
+def test_a_run_stops_at_the_first_end_past_the_next_arrival() -> None:
+    whole = executor().execute(StepPlan([], decoding(100), repeats=50), None).ends
+    between = (whole[9] + whole[10]) / 2
+    cut = executor().execute(StepPlan([], decoding(100), repeats=50), between).ends
+    assert np.array_equal(cut, whole[:11])
+    at = executor().execute(StepPlan([], decoding(100), repeats=50), float(whole[9])).ends
+    assert np.array_equal(at, whole[:10])  # who arrives just then need not wait for another step
+    assert len(executor().execute(StepPlan([], decoding(100), repeats=50), 0.0).ends) == 1
+
+
+def test_the_time_of_each_step_goes_to_its_components() -> None:
+    clock = VirtualClock()
+    telemetry = Telemetry(
+        "toy", executor="roofline", virtual=True, device="toy", kv_dtype="auto", clock=clock.now, wall_clock=clock.now
+    )
+    run = executor(telemetry=telemetry, clock=clock)
+    [prefilling] = decoding(0)
+    run.execute(StepPlan([Chunk(prefilling, 0, 100, samples=True)], decoding(5000)), None)
+    run.execute(StepPlan([], decoding(5000, 2000), repeats=20), None)
+    seconds = dict(zip(catalog.COMPONENTS, telemetry.seconds, strict=True))
+    assert sum(seconds.values()) == pytest.approx(clock.now(), rel=1e-12)
+    assert seconds["schedule"] == pytest.approx(21 * 0.0015)
+    assert seconds["sample"] == pytest.approx(21 * 0.0005)
+    assert seconds["emit"] == pytest.approx(21 * 0.001)
+    mixed = run.step_cost([(0, 100)], [5001])
+    assert seconds["forward_prefill"] == pytest.approx(mixed.seconds * mixed.prefill_share)
+    alone = sum(run.step_cost([], [5001 + i, 2001 + i]).seconds for i in range(20))
+    assert seconds["forward_decode"] == pytest.approx(mixed.seconds * (1 - mixed.prefill_share) + alone)
+
+
+def test_more_work_never_takes_less_time() -> None:
+    run = executor(MODELS["deepseek-v4-pro"], GPUS["H200"], EngineConfig(num_blocks=None), tensor_parallel=16)
+    lengths = [1, 100, 128, 129, 1000, 4096, 10_000, 100_000, 1_000_000]
+    for shorter, longer in itertools.pairwise(lengths):
+        assert run.step_cost([], [longer]).seconds >= run.step_cost([], [shorter]).seconds
+        assert run.step_cost([(0, longer)], []).seconds >= run.step_cost([(0, shorter)], []).seconds
+
+
+def test_blocks_are_what_memory_leaves_beside_the_weights() -> None:
+    config = EngineConfig(block_size=16, num_blocks=None)
+    # 80 GB x 0.9 - 16.06 GB, by 16 x 131,072 B
+    assert fit_num_blocks(MODELS["llama-3-8b"], GPUS["H100"], config) == int((72e9 - 16_060_522_496) // (16 * 131_072))
+    # two GPUs: half of the weights and of each block on each
+    two = int((72e9 - 141_107_412_992 / 2) // (16 * 327_680 / 2))
+    assert fit_num_blocks(MODELS["llama-3-70b"], GPUS["H100"], config, tensor_parallel=2) == two
+    # one latent head: every GPU of the group holds all of the KV
+    eight = int((0.9 * 141e9 - 671e9 / 8) // (16 * 70_272))
+    assert fit_num_blocks(MODELS["deepseek-v3"], GPUS["H200"], config, tensor_parallel=8) == eight
+    with pytest.raises(ConfigError, match="leaves no room for KV"):
+        fit_num_blocks(MODELS["llama-3-70b"], GPUS["H100"], config)
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="do not fit H100"):
+        executor(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=1_000_000))
+    with pytest.raises(ConfigError, match="must divide the 32 heads"):
+        executor(MODELS["llama-3-8b"], GPUS["H100"], tensor_parallel=3)
+    with pytest.raises(ConfigError, match="no KV format 'int8'"):
+        executor(MODELS["deepseek-v3"], GPUS["H200"], EngineConfig(num_blocks=None, kv_dtype="int8"), tensor_parallel=8)
+    with pytest.raises(ConfigError, match="cannot be grouped"):
+        executor(MODELS["smollm2-135m"], GPUS["cpu-laptop"], tensor_parallel=3)
+
+
+def test_int8_halves_llamas_kv_but_for_the_scales_and_a_cpu_keeps_float32() -> None:
+    config = EngineConfig(num_blocks=None, kv_dtype="int8")
+    assert executor(MODELS["llama-3-8b"], GPUS["H100"], config).kv_bytes_per_block == 16 * 67_584
+    laptop = executor(MODELS["smollm2-135m"], GPUS["cpu-laptop"])
+    assert laptop.kv_bytes_per_block == 16 * 46_080
+    bandwidth = GPUS["cpu-laptop"].memory_bandwidth * GPUS["cpu-laptop"].memory_fraction
+    assert laptop.step_cost([], [1]).memory_seconds == pytest.approx((4 * 134_515_008 + 2 * 46_080) / bandwidth)
+
+
+def test_the_laptop_record_gives_back_what_was_measured() -> None:
+    laptop = executor(MODELS["smollm2-135m"], GPUS["cpu-laptop"])
+    assert 512 / laptop.execute(StepPlan([Chunk(decoding(0)[0], 0, 512, True)], []), None).ends[0] == pytest.approx(
+        271, rel=0.05
+    )
+    before = laptop.clock.now()
+    assert laptop.execute(StepPlan([], decoding(512)), None).ends[0] - before == pytest.approx(0.049, rel=0.05)
