@@ -94,7 +94,7 @@ def board() -> Board:
         title="KV cache and P99",
         description="Why P99 is what it is: where slow requests spend their time, the KV cache, load and pressure.",
         tags=["kvscope"],
-        refresh="10s",
+        refresh="15s",
         time=G.Time("now-1h", "now"),
         links=[link(f"Runbook: {a.name}", rules.runbook_url(a.name), tooltip=a.summary) for a in rules.ALERTS],
         templating=G.Templating(list=variables()),

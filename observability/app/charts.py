@@ -87,20 +87,38 @@ def _tick_format(view: View) -> str:
     return "%H:%M" if view.seconds <= 86400 else "%-d %b %H:%M" if view.seconds <= 3 * 86400 else "%-d %b"
 
 
-def _time_axis(figure: go.Figure, frame: Frame) -> None:
+def _fit(low: Any, high: Any) -> dict[str, Any]:
+    """Axis options that show exactly [low, high] until the reader zooms.
+
+    Not `range`: Plotly would take a moved range for a wish of the app, and a refresh would undo the reader's zoom.
+    """
+    return {"autorange": True, "autorangeoptions": {"include": [low, high], "clipmin": low, "clipmax": high}}
+
+
+def _time_axis(figure: go.Figure, frame: Frame, *, covered: bool = False) -> None:
+    """The time axis of the view, with simulated spans shaded; where the chart is `covered`, a bar over it marks them."""
     view = frame.view
-    start, end = moment(view.start, view.zone), moment(view.end, view.zone)
-    figure.update_xaxes(type="date", range=[start, end], nticks=6, tickformat=_tick_format(view))
+    figure.update_xaxes(
+        type="date", **_fit(moment(view.start, view.zone), moment(view.end, view.zone)), nticks=6, tickformat=_tick_format(view)
+    )  # fmt: skip
     inside = [(max(a, view.start), min(b, view.end)) for a, b in frame.simulated if b > view.start and a < view.end]
+    if not inside:
+        return
+    look = (
+        {"y0": 1.01, "y1": 1.03, "fillcolor": VIOLET} if covered else {"y0": 0, "y1": 1, "fillcolor": _SIMULATED_FILL}
+    )
     for low, high in inside:
-        figure.add_vrect(
-            moment(low, view.zone), moment(high, view.zone), fillcolor=_SIMULATED_FILL, line_width=0, layer="below"
-        )
-    if inside:
-        figure.add_annotation(
-            x=moment(inside[0][0], view.zone), y=1, xref="x", yref="paper", xanchor="left", yanchor="top", showarrow=False,
-            text="simulated (virtual time)", font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if frame.lines else 0, name="simulated",
+        figure.add_shape(
+            type="rect", xref="x", yref="paper", x0=moment(low, view.zone), x1=moment(high, view.zone), line_width=0,
+            layer="below", name="simulated", **look,
         )  # fmt: skip
+    figure.add_annotation(
+        x=moment(inside[0][0], view.zone), y=1.03 if covered else 1, xref="x", yref="paper", xanchor="left",
+        yanchor="bottom" if covered else "top", showarrow=False, text="simulated (virtual time)", name="simulated",
+        font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if frame.lines else 0,
+    )  # fmt: skip
+    if covered:
+        figure.update_layout(margin_t=20)
 
 
 def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
@@ -112,7 +130,7 @@ def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Li
     told = any(line.value > top * 1.12 for line in lines)  # in words, over the data
     ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if told else 1.12)
     suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
-    figure.update_yaxes(range=[0, ceiling * factor], ticksuffix=suffix)
+    figure.update_yaxes(**_fit(0, ceiling * factor), ticksuffix=suffix)
     for line in lines:
         if line.value > top * 1.12 and not bounded:
             # Far above all data: drawn to scale it would flatten the data, so it is told in words.
@@ -209,12 +227,7 @@ def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
         hovertemplate=f"region %{{y}}, %{{x}}<br>{title} %{{z:.1f}} %<extra></extra>",
     )  # fmt: skip
     figure.update_yaxes(nticks=5, showgrid=False, title={"text": "region", "standoff": 2, "font": {"size": 10}})
-    figure.update_xaxes(
-        type="date",
-        range=[moment(view.start, view.zone), moment(view.end, view.zone)],
-        nticks=8,
-        tickformat=_tick_format(view),
-    )
+    _time_axis(figure, frame, covered=True)
     return figure
 
 
@@ -252,7 +265,7 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
         tickangle=0,
         title={"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2},
     )
-    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 1.0) * 1.2])
+    figure.update_yaxes(**_fit(0, max(float(data["runs"].max()), 1.0) * 1.2))
     return figure
 
 
@@ -341,6 +354,6 @@ def forecast(
         )
     _time_axis(figure, frame)
     last = max([moment(view.end, view.zone), *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])
-    figure.update_xaxes(range=[moment(view.start, view.zone), last])
+    figure.update_xaxes(**_fit(moment(view.start, view.zone), last))
     figure.add_vline(x=moment(view.end, view.zone), line={"color": GREY, "width": 1, "dash": "dot"})
     return figure

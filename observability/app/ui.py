@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -144,8 +145,13 @@ def banner(kind: str, title: str, text: str, commands: Sequence[str] = ()) -> No
     code = "".join(f"<code>{escape(command)}</code>" for command in commands)
     st.html(
         f'<div class="banner {kind}" role="{"alert" if kind == "error" else "status"}"><b>{escape(title)}</b>'
-        f"<span>{escape(text)}</span>{code}</div>"
+        f"<span>{_with_code(text)}</span>{code}</div>"
     )
+
+
+def _with_code(text: str) -> str:
+    """`text` as HTML, what stands in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def source_error(error: KvscopeError) -> None:
@@ -159,7 +165,7 @@ def empty_source(description: str) -> None:
     banner(
         "info", "Nothing has been recorded yet.",
         f"{description} holds no values. Record a running engine, or simulate some days of history:",
-        ("kvscope record http://127.0.0.1:8000/metrics", "kvscope history"),
+        ("kvscope record --url http://127.0.0.1:8000/metrics", "kvscope history"),
     )  # fmt: skip
 
 
@@ -234,7 +240,7 @@ def _card(
                 _details(key, note, signals, content.data)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
-            text = escape(failed or content.absent)
+            text = _with_code(failed or content.absent)
             st.html(f'<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
             return
         if content.html:

@@ -32,6 +32,7 @@ Examples:
   kvscope forecast --source prometheus:http://127.0.0.1:9090 --store ./forecasts.sqlite --every 10m
 """
 SIGNAL_NAMES = ("requests", "kv_usage", "ttft_p99", "e2e_p99")
+_UNITS = {"requests/s": "/s", "ratio": "", "seconds": " s"}
 _UNIT_SECONDS = {"m": 60, "h": 3600}
 
 
@@ -177,7 +178,7 @@ def _print_table(run: Run) -> None:
     scored = {(s.signal.name, _labels(s.labels), score.model): score for s, each in run.scored for score in each}
     table = Table(title=f"The hour after {_moment(run.at)}", title_justify="left", box=None, pad_edge=False)
     for name in ("Series", "Model", "In 1 h", "95 % interval", "Mean error", "95 % covers"):
-        table.add_column(name, justify="left" if name in ("Series", "Model") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("Series", "Model") else "right", no_wrap=name != "Series")
     remarks = []
     for each in sorted(run.forecasts, key=lambda f: (list(short).index(f.signal), _labels(f.labels), f.model)):
         (name, unit), labels = short[each.signal], _labels(each.labels)
@@ -185,8 +186,8 @@ def _print_table(run: Run) -> None:
         numbers = ("-", "-")
         if not each.refused:
             low, high = each.interval()
-            numbers = (f"{each.median[-1]:.3g} {unit}", f"{low[-1]:.3g} to {high[-1]:.3g}")
-        known = (f"{score.mae:.3g}", f"{score.coverage:.0%} of {score.targets}") if score.targets else ("-", "-")
+            numbers = (f"{each.median[-1]:.3g}{_UNITS[unit]}", f"{low[-1]:.3g} to {high[-1]:.3g}")
+        known = (f"{score.mae:.3g}", f"{score.coverage:.0%}") if score.targets else ("-", "-")
         table.add_row(f"{name} {labels}", MODEL_TITLES[each.model], *numbers, *known)
         said = [f"not forecast: {each.refused}"] if each.refused else [each.note] if each.note else []
         if "simulated" in each.flags:

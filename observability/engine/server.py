@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat may use what the context leaves
 _INLINE_BODY_BYTES = 4096  # parsing and tokenizing more than this leaves the event loop
 _CLIENT_GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
+#: Made once: json.dumps with these settings would make an encoder for every token.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 T = TypeVar("T")
 
 
@@ -406,4 +408,4 @@ class Service:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"data: {_encode(data)}\n\n".encode()

@@ -85,7 +85,7 @@ class PrometheusSource:
         return None
 
     def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
-        step = max(15.0, (end - start) / 1000.0)
+        step = max(5.0, (end - start) / 1000.0)
         at = grid(start, end, step)
         query = f'count({catalog.ENGINE.series}{{clock="virtual"}})'
         rows = self._vector("query_range", query=query, start=_seconds(at[0]), end=_seconds(at[-1]), step=f"{step:.3f}")
@@ -114,6 +114,10 @@ class PrometheusSource:
                 f"{text}; {len(missing)} of {len(SIGNALS)} signals are not recorded there and are computed on each read"
             )
         return text
+
+    def close(self) -> None:
+        """Ends the connections to the server."""
+        self._client.close()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ COST_MODEL = "smollm2-135m"
 PRESET = "laptop"
 #: The engine of the demo, so that simulated and live charts are about the same settings.
 CONFIG = EngineConfig(
-    num_blocks=768, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=8192, max_queued=256, kv_dtype="int8"
+    num_blocks=512, max_num_seqs=8, max_num_batched_tokens=512, max_model_len=8192, max_queued=256, kv_dtype="int8"
 )
 MAX_DAYS = embedded.RETENTION_SECONDS / embedded.DAY_SECONDS
 _DAY_SECONDS = 86400.0

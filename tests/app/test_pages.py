@@ -96,9 +96,10 @@ def test_a_source_that_dies_and_returns_needs_no_reload_and_moves_nothing(
     run = browser.driver.execute_script
     run("document.querySelector('[data-testid=stMain]').scrollTop = 240; window.marked = 1")
     plot = browser.driver.find_element(By.CSS_SELECTOR, ".st-key-card-evictions .nsewdrag")
-    ActionChains(browser.driver).move_to_element_with_offset(plot, -60, 0).click_and_hold().move_by_offset(
-        120, 0
-    ).release().perform()
+    drag = ActionChains(browser.driver, duration=100).move_to_element(plot).click_and_hold()
+    for _ in range(6):
+        drag = drag.move_by_offset(15, 0)
+    drag.pause(0.2).release().perform()
     span = "return document.querySelector('.st-key-card-evictions .js-plotly-plot')._fullLayout.xaxis.range.map(t => Date.parse(t))"
     wait_for(lambda: (lambda r: r[1] - r[0] < 3_000_000)(run(span)), 10, "the drag zooms in")
     scroll, zoom = run("return document.querySelector('[data-testid=stMain]').scrollTop"), run(span)
@@ -134,4 +135,4 @@ def test_an_empty_store_says_what_to_do_and_a_partial_one_what_is_missing(
     assert browser.count(".placeholder.absent") >= 4
     assert browser.count(".placeholder.failed") == 0
     browser.picture("app-partial")
-    assert synthetic.MODEL in browser.text()
+    assert browser.driver.find_element(By.CSS_SELECTOR, ".st-key-model input").get_attribute("value") == synthetic.MODEL

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from observability.app import outlook
-from observability.app.view import View
+from observability.app.view import make_view
 from observability.forecast.types import MODELS, STEP_SECONDS
 from observability.store.embedded import EmbeddedStore, create
 from tests.conftest import wait_for
@@ -97,7 +97,7 @@ def test_printed_errors_are_those_of_the_stored_forecasts(forecast_store: tuple[
 def test_the_page_shows_the_same_errors(forecast_store: tuple[Path, dict]) -> None:
     path, said = forecast_store
     at = pd.Timestamp(said["at"]).timestamp()
-    view = View(model="m", start=at - 3600, end=at, zone="UTC")
+    view = make_view("m", 3600, at)
     for signal_of in (KV_USAGE, REQUESTS):
         for shown in outlook.outlooks(EmbeddedStore(path), view, signal_of):
             [score] = [s for s in said["scores"] if (s["signal"], s["model"]) == (signal_of.name, shown.model)]
@@ -110,12 +110,17 @@ def test_the_page_shows_the_same_errors(forecast_store: tuple[Path, dict]) -> No
 def test_hindcasts_are_made_once(forecast_store: tuple[Path, dict]) -> None:
     path, said = forecast_store
     assert said["hindcasts"] >= 2 * 2 * 5
-    again = run("--store", str(path), "--json", "--signal", "kv_usage")
-    assert json.loads(again.stdout)["hindcasts"] <= 2  # an hour may have begun meanwhile
-    table = run("--store", str(path), "--signal", "kv_usage")
-    assert "Prophet + AR(1)" in table.stdout
-    assert "Last value" in table.stdout
-    assert "of history; two days are wanted" in table.stdout
+
+    def stored() -> int:
+        frame = EmbeddedStore(path).forecasts(KV_USAGE.name, {}, "prophet")
+        return frame[frame["hindcast"]]["origin"].nunique()
+
+    before = stored()
+    table = run("--store", str(path), "--signal", "kv_usage").stdout
+    assert before <= stored() <= before + 1  # an hour may have begun meanwhile
+    assert "Prophet + AR(1)" in table
+    assert "Last value" in table
+    assert "of history; two days are wanted" in table
 
 
 def test_the_loop_waits_for_a_store_and_ends_at_once_when_asked(
@@ -138,7 +143,8 @@ def test_the_loop_waits_for_a_store_and_ends_at_once_when_asked(
     process.send_signal(signal.SIGTERM)  # in the midst of the hindcasts
     started = time.monotonic()
     assert process.wait(timeout=10) == 0
-    assert time.monotonic() - started < 2
+    # The fit that runs is waited for (0.2 s), which takes longer where other work shares the processors.
+    assert time.monotonic() - started < 2 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     assert log.read_text().count("does not exist yet") == 1
     assert "Traceback" not in log.read_text()
     assert not [p for p in temp.rglob("*") if p.is_file()]

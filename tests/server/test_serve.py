@@ -17,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from observability.cli import root
+from observability.errors import ConfigError, KvscopeError, ModelError, ServiceError
 from tests.conftest import wait_for
 
 KVSCOPE = (sys.executable, "-m", "observability.cli")
@@ -37,6 +39,7 @@ class Served:
     def _read(self) -> None:
         for line in self.process.stdout:
             self.output += line.decode()
+        self.process.stdout.close()
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
@@ -129,26 +132,32 @@ def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_an_open_address_needs_a_token() -> None:
+    result = run("serve", "tiny", "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert "KVSCOPE_TOKEN" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
-    ("options", "code", "words"),
+    ("options", "error", "words"),
     [
-        (["/no/such/model", "--port", "0"], 1, "/no/such/model"),
-        (["tiny", "--host", "0.0.0.0"], 2, "KVSCOPE_TOKEN"),
-        (["tiny", "--host", "::"], 2, "--insecure"),
-        (["tiny", "--host", "no-such-host.invalid", "--insecure"], 1, "no-such-host.invalid"),
-        (["tiny", "--port", "0", "--kv-memory", "lots"], 2, "512MiB"),
-        (["tiny", "--port", "0", "--kv-memory", "10B"], 2, "holds no block"),
-        (["tiny", "--kv-memory", "1GiB", "--kv-blocks", "5"], 2, "Give one of them"),
-        (["tiny", "--port", "0", "--kv-blocks", "4", "--max-model-len", "512"], 2, "num_blocks"),
-        (["tiny", "--port", "0", "--kv-dtype", "int2"], 2, "int2"),
-        (["tiny", "--port", "0", "--token", "with space"], 2, "token"),
+        (["/no/such/model", "--port", "0"], ModelError, "/no/such/model"),
+        (["tiny", "--host", "::"], ConfigError, "--insecure"),
+        (["tiny", "--host", "no-such-host.invalid", "--insecure"], ServiceError, "no-such-host.invalid"),
+        (["tiny", "--port", "0", "--kv-memory", "lots"], ConfigError, "512MiB"),
+        (["tiny", "--port", "0", "--kv-memory", "10B"], ConfigError, "holds no block"),
+        (["tiny", "--kv-memory", "1GiB", "--kv-blocks", "5"], ConfigError, "Give one of them"),
+        (["tiny", "--port", "0", "--kv-blocks", "4", "--max-model-len", "512"], ConfigError, "num_blocks"),
+        (["tiny", "--port", "0", "--max-model-len", "9000", "--kv-blocks", "600"], ConfigError, "max_model_len"),
+        (["tiny", "--port", "0", "--token", "with space"], ConfigError, "token"),
     ],
 )
-def test_bad_settings_are_told_with_a_next_step(options: list[str], code: int, words: str) -> None:
-    result = run("serve", *options)
-    assert result.returncode == code, result.stderr
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+def test_bad_settings_are_told_with_a_next_step(options: list[str], error: type[KvscopeError], words: str) -> None:
+    with pytest.raises(error) as raised:
+        root(["serve", *options], standalone_mode=False)
+    assert words in str(raised.value)
+    assert raised.value.next_step
 
 
 def test_help_shows_examples_and_every_limit() -> None:

@@ -59,7 +59,7 @@ class FakeEngine:
                 self.observe(c.INTER_TOKEN_LATENCY, rng.lognormvariate(-3, 0.8), request_class)
             parts: dict[tuple[str, str], float] = defaultdict(float)
             for _ in range(5):
-                parts[rng.choice(c.STATES[:4]), rng.choice(c.COMPONENTS)] += duration / 5
+                parts[rng.choice(c.STATES[:2]), rng.choice(c.COMPONENTS[4:7])] += duration / 5
             for bound in c.TAIL_BOUNDS:
                 slower = duration > bound
                 self.add(c.PHASE_REQUESTS, slower, f"{bound:g}")
@@ -114,6 +114,7 @@ class FakeEngine:
             put(c.REQUESTS_RUNNING, rng.randrange(30), request_class)
             put(c.REQUESTS_WAITING, rng.randrange(4), request_class)
         put(c.LAST_UPDATE, now - rng.random(), "engine")
+        put(c.ENGINE, 1, "roofline", "virtual" if model == "large" else "real", "cpu", "auto", "1")
 
 
 class FakeTarget:

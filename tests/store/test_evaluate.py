@@ -9,9 +9,13 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pandas as pd
 
 from observability.signals import SIGNALS, Age, Signal, TailMean
+from observability.store import embedded
+from observability.store.embedded import EmbeddedStore, SignalBlock
 from observability.store.evaluate import Evaluator, Key
+from observability.store.prometheus import PrometheusSource
 from tests.store.scrapes import FakeTarget, openmetrics
 
 START = 1_704_103_200.0  # 2024-01-01 10:00 UTC
@@ -72,10 +76,22 @@ def assert_same(signal: Signal, ours: Points, theirs: Points) -> None:
         )
 
 
-def test_every_signal_equals_what_prometheus_answers(
+def assert_sources_agree(signal: Signal, prometheus: PrometheusSource, store: EmbeddedStore, times: np.ndarray) -> None:
+    if isinstance(signal.expr, TailMean):
+        return  # see `ask`
+    order = [*signal.by, "time"]
+    frames = [
+        source.range(signal.name, times[0], times[-1], times[1] - times[0]).sort_values(order, ignore_index=True)
+        for source in (prometheus, store)
+    ]
+    tolerance = 1e-6 if isinstance(signal.expr, Age) else 1e-12
+    pd.testing.assert_frame_equal(*frames, check_exact=False, rtol=1e-9, atol=tolerance, obj=signal.name)
+
+
+def test_every_signal_equals_what_prometheus_answers_and_both_sources_agree(
     program: Callable[[str], str], prometheus: Callable[..., str], tmp_path: Path
 ) -> None:
-    scrapes = record_scrapes(150, seed=5)
+    scrapes = record_scrapes(110, seed=5)
     text = tmp_path / "scrapes.om"
     text.write_text(openmetrics(scrapes))
     data = tmp_path / "data"
@@ -85,16 +101,22 @@ def test_every_signal_equals_what_prometheus_answers(
     )  # fmt: skip
     url = prometheus(data)
     # On the scrapes' own grid, so that samples lie exactly on window bounds, and beside it.
+    source = PrometheusSource(url)  # there are no rules: it computes signals on read
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-        for first, step in ((START, 30.0), (START + 4.321, 41.7)):
+        for first, step in ((START, 60.0), (START + 4.321, 71.7)):
             times = np.round(np.arange(first, max(scrapes) + 400, step), 3)
             evaluator, pending = Evaluator(), sorted(scrapes)
             ours: dict[str, Points] = {signal.name: {} for signal in SIGNALS}
+            store = embedded.create(tmp_path / f"{step}.db")
             for i, at in enumerate(times.tolist()):
                 while pending and pending[0] <= at:
                     time = pending.pop(0)
                     evaluator.scrape(time, list(scrapes[time]), np.array(list(scrapes[time].values())))
-                for name, found in evaluator.evaluate(at).items():
+                evaluated = evaluator.evaluate(at)
+                store.append_blocks(
+                    {name: SignalBlock(np.array([at]), e.labels, e.values[None]) for name, e in evaluated.items()}
+                )
+                for name, found in evaluated.items():
                     if i % 5 and "tail_mean" in name:
                         continue
                     for labels, value in zip(found.labels, found.values.tolist(), strict=True):
@@ -104,3 +126,5 @@ def test_every_signal_equals_what_prometheus_answers(
                 theirs = ask(client, signal, times)
                 assert theirs, f"Prometheus has no value of {signal.name}: the test data does not cover it"
                 assert_same(signal, ours[signal.name], theirs)
+                assert_sources_agree(signal, source, store, times)
+    source.close()

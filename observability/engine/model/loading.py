@@ -35,10 +35,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
 
-    @property
-    def chat_template(self) -> str | None:
-        return self.tokenizer.chat_template
-
 
 def load_model(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Loads `smollm2-135m`, `tiny` (random weights, one token a byte), a Hugging Face Llama directory or a .gguf file.

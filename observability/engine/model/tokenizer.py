@@ -31,7 +31,6 @@ class Tokenizer:
     def __init__(self, backend: Backend, chat_template: str | None, special: Mapping[str, str | None]) -> None:
         self.backend = backend
         self.vocab_size = backend.get_vocab_size()
-        self.chat_template = chat_template
         self._special = dict(special)  # bos_token, eos_token: what templates may ask for
         self._template = _compile(chat_template) if chat_template is not None else None
 
