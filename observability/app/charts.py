@@ -71,7 +71,6 @@ def _base(height: int, **layout: Any) -> go.Figure:
     figure.update_layout(
         height=height,
         margin=_MARGIN,
-        uirevision="keep",  # a refresh keeps zoom and hidden series
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "font": {"size": 11},
                 "title": None, "entrywidth": 0},
         font={"size": 11},
@@ -87,19 +86,11 @@ def _tick_format(view: View) -> str:
     return "%H:%M" if view.seconds <= 86400 else "%-d %b %H:%M" if view.seconds <= 3 * 86400 else "%-d %b"
 
 
-def _fit(low: Any, high: Any) -> dict[str, Any]:
-    """Axis options that show exactly [low, high] until the reader zooms.
-
-    Not `range`: Plotly would take a moved range for a wish of the app, and a refresh would undo the reader's zoom.
-    """
-    return {"autorange": True, "autorangeoptions": {"include": [low, high], "clipmin": low, "clipmax": high}}
-
-
 def _time_axis(figure: go.Figure, frame: Frame, *, covered: bool = False) -> None:
     """The time axis of the view, with simulated spans shaded; where the chart is `covered`, a bar over it marks them."""
     view = frame.view
     figure.update_xaxes(
-        type="date", **_fit(moment(view.start, view.zone), moment(view.end, view.zone)), nticks=6, tickformat=_tick_format(view)
+        type="date", range=[moment(view.start, view.zone), moment(view.end, view.zone)], nticks=6, tickformat=_tick_format(view)
     )  # fmt: skip
     inside = [(max(a, view.start), min(b, view.end)) for a, b in frame.simulated if b > view.start and a < view.end]
     if not inside:
@@ -130,7 +121,7 @@ def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Li
     told = any(line.value > top * 1.12 for line in lines)  # in words, over the data
     ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if told else 1.12)
     suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
-    figure.update_yaxes(**_fit(0, ceiling * factor), ticksuffix=suffix)
+    figure.update_yaxes(range=[0, ceiling * factor], ticksuffix=suffix)
     for line in lines:
         if line.value > top * 1.12 and not bounded:
             # Far above all data: drawn to scale it would flatten the data, so it is told in words.
@@ -265,7 +256,7 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
         tickangle=0,
         title={"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2},
     )
-    figure.update_yaxes(**_fit(0, max(float(data["runs"].max()), 1.0) * 1.2))
+    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 1.0) * 1.2])
     return figure
 
 
@@ -354,6 +345,6 @@ def forecast(
         )
     _time_axis(figure, frame)
     last = max([moment(view.end, view.zone), *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])
-    figure.update_xaxes(**_fit(moment(view.start, view.zone), last))
+    figure.update_xaxes(range=[moment(view.start, view.zone), last])
     figure.add_vline(x=moment(view.end, view.zone), line={"color": GREY, "width": 1, "dash": "dot"})
     return figure

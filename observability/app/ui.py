@@ -72,8 +72,10 @@ class Panel:
 
 
 def style() -> None:
-    """Adds the style sheet; it takes no place on the page."""
-    st.html(Path(__file__).with_name("style.css"))
+    """Adds the style sheet and the script that keeps a reader's zoom; they take no place on the page."""
+    folder = Path(__file__).parent
+    st.html(folder / "style.css")
+    st.html(f"<script>{(folder / 'keep_zoom.js').read_text()}</script>", unsafe_allow_javascript=True)
 
 
 @dataclass(frozen=True, slots=True)

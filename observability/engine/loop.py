@@ -42,7 +42,9 @@ class EngineThread:
         """
         self._stopping = True
         self.engine.close("it was told to stop.")
-        if self._thread.is_alive():
+        if self._thread.ident is None:  # never started, so this thread may act for it
+            self.engine.end_all("abort")
+        else:
             self._thread.join(timeout)
         if self._thread.is_alive():
             raise ServiceError(f"The engine did not stop within {timeout:g} s.", next_step="End the process.")

@@ -35,6 +35,7 @@ MIN_OBSERVED = 12
 WANTED_SECONDS = 2 * DAY_SECONDS
 GAP_SHARE = 0.2
 OUTLIER_IQRS = 20.0
+RARE_SHARE = 0.01
 #: A step counts as observed when at least half of its readings are there, as on the Forecast page.
 _READINGS = STEP_SECONDS / READ_STEP
 _BOUND_SLACK = 1e-6
@@ -149,12 +150,12 @@ def window(series: GridSeries, now: float) -> Window:
 
 
 def _judged(series: GridSeries, origin: float, values: np.ndarray) -> Window:
-    """The window with its flags; outliers pulled in."""
+    """The window with its flags, without outliers."""
     flags: list[Flag] = []
     notes = []
     seconds = len(values) * STEP_SECONDS
     absent = float(np.isnan(values).mean())
-    values, outliers = pulled_in(values)
+    values, outliers = without_outliers(values)
     if np.nanmin(values) == np.nanmax(values):
         flags.append("constant")
         notes.append(f"constant for {duration(seconds)}")
@@ -168,19 +169,28 @@ def _judged(series: GridSeries, origin: float, values: np.ndarray) -> Window:
         flags.append("simulated")
     if outliers:
         flags.append("outliers")
-        notes.append(f"{outliers} outliers pulled in")
+        notes.append(f"{outliers} outliers left out or pulled in")
     return Window(series.signal, series.labels, origin, values, tuple(flags), "; ".join(notes))
 
 
-def pulled_in(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """Values clipped at median +- 20 interquartile ranges, and how many that changed. A series that rests on one value
-    (range 0) has no scale to judge by and is left alone."""
+def without_outliers(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """Values without points beyond median +- 20 interquartile ranges, and how many those were.
+
+    A rare one that stands alone counts as absent: even clipped, it would widen every interval tenfold for half a day. Others,
+    and the newest, are clipped. A series that rests on one value (range 0) has no scale to judge by and is left alone.
+    """
     low, middle, high = np.nanquantile(values, (0.25, 0.5, 0.75))
     reach = OUTLIER_IQRS * (high - low)
-    if reach == 0:
+    far = np.abs(values - middle) > reach  # False where absent
+    if reach == 0 or not far.any():
         return values, 0
-    clipped = np.clip(values, middle - reach, middle + reach)
-    return clipped, int((clipped != values)[np.isfinite(values)].sum())
+    kept = np.clip(values, middle - reach, middle + reach)
+    if far.sum() <= RARE_SHARE * np.isfinite(values).sum():
+        padded = np.pad(far, 1)
+        alone = far & ~padded[:-2] & ~padded[2:]
+        alone[-1] = False
+        kept[alone] = np.nan
+    return kept, int(far.sum())
 
 
 def duration(seconds: float) -> str:

@@ -60,24 +60,39 @@ def create(path: str | os.PathLike[str]) -> EmbeddedStore:
     store of this version is left as it is."""
     target = Path(path)
     if not target.exists():
+        part = target.with_name(f"{target.name}.new-{os.getpid()}")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            _write_schema(part)
+            _move_unless_there(part, target)  # so that nobody ever sees a store without its tables
         except OSError as error:
             raise StoreError(
-                f"Cannot make the folder {target.parent}: {error.strerror}.", next_step="Choose another --store path."
+                f"Cannot make the store {target}: {error.strerror}.", next_step="Choose another --store path."
             ) from error
-        with _errors(target), contextlib.closing(_connect(target, "rwc")) as db:
-            # auto_vacuum and WAL can only be set on an empty file; another process may have been first.
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")
-            if db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            db.execute("COMMIT")
+        finally:
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(OSError):
+                    part.with_name(part.name + suffix).unlink()
     return EmbeddedStore(target)
+
+
+def _write_schema(path: Path) -> None:
+    with _errors(path), contextlib.closing(_connect(path, "rwc")) as db:
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # this and WAL can only be set on an empty file
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(
+            f"BEGIN; {_SCHEMA} PRAGMA application_id = {APPLICATION_ID};"
+            f" PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
+
+
+def _move_unless_there(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return  # another process was first: its store is as good
+    except OSError:  # no hard links on this file system
+        source.rename(target)
 
 
 class SignalBlock(NamedTuple):
@@ -270,7 +285,7 @@ class EmbeddedStore:
                 low, high = extent
                 _delete_before(db, round((low + max(60.0, 0.1 * (high - low))) * 1000))
         with self._open() as db:
-            db.execute("PRAGMA incremental_vacuum").fetchall()
+            db.executescript("PRAGMA incremental_vacuum")  # execute() would stop after one page
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

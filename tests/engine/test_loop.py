@@ -11,7 +11,15 @@ import pytest
 from observability.engine.loop import EngineThread
 from observability.errors import ServiceError
 from tests.conftest import wait_for
-from tests.engine.support import CheckingExecutor, Exposition, assert_idle_and_whole, generate, make_engine, make_request, tokens
+from tests.engine.support import (
+    CheckingExecutor,
+    Exposition,
+    assert_idle_and_whole,
+    generate,
+    make_engine,
+    make_request,
+    tokens,
+)
 
 
 class RealTimeExecutor(CheckingExecutor):

@@ -63,7 +63,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert start in roomy
             if any(self.free >= set(range(b, b + count + more)) for b in roomy):
                 assert self.free >= set(range(start, start + count)), "cached content is kept while free runs are left"
-        assert self.pool.is_range_allocatable(start, count)
         taken = self.pool.take_range(start, count).tolist()
         assert taken == list(range(start, start + count))
         self.expect_evicted([b for b in taken if b in self.lru])
@@ -168,6 +167,24 @@ def test_contiguous_placement_gives_up_the_oldest_content():
         pool.release(blocks)
     assert pool.num_free == 0
     assert pool.find_run(4, 8) == 8
+
+
+def test_a_sequence_continues_over_free_and_old_blocks_but_not_over_what_was_just_used():
+    pool = BlockPool(32)
+    for start, key in ((8, 1), (12, 5), (16, 9), (20, 13)):  # released in this order
+        blocks = pool.take_range(start, 4)
+        pool.register(blocks, np.arange(key, key + 4, dtype=np.uint64))
+        pool.release(blocks)
+    held = pool.take_range(28, 1)
+    assert pool.can_continue(4, 4), "free"
+    assert pool.can_continue(6, 4), "free and oldest"
+    assert pool.can_continue(12, 4)
+    assert not pool.can_continue(20, 4), "newest"
+    assert not pool.can_continue(12, 12)
+    assert not pool.can_continue(26, 3), "in use"
+    assert not pool.can_continue(30, 3), "past the end"
+    pool.release(held)
+    assert pool.can_continue(26, 3)
 
 
 def test_a_cached_prefix_shrinks_from_its_end():

@@ -37,7 +37,9 @@ engines = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(engines, st.lists(st.one_of(adds, steps, aborts), max_size=40), st.sets(st.integers(0, VOCABULARY - 1), max_size=1))
+@given(
+    engines, st.lists(st.one_of(adds, steps, aborts), max_size=40), st.sets(st.integers(0, VOCABULARY - 1), max_size=1)
+)
 def test_every_request_gets_its_own_tokens_once_and_no_block_leaks(config, operations, stop):
     engine = make_engine(**config)
     heard: dict[str, list[tuple[int | None, str | None]]] = {}
@@ -46,7 +48,11 @@ def test_every_request_gets_its_own_tokens_once_and_no_block_leaks(config, opera
         if operation == "add":
             prompt, max_tokens, request_class = arguments
             request = make_request(
-                prompt, max_tokens, request_class=request_class, arrival=engine.executor.clock.now(), stop=frozenset(stop)
+                prompt,
+                max_tokens,
+                request_class=request_class,
+                arrival=engine.executor.clock.now(),
+                stop=frozenset(stop),
             )
             request.on_token = lambda r, token, reason: heard.setdefault(r.request_id, []).append((token, reason))
             engine.add(request)
@@ -141,8 +147,16 @@ def test_fast_forward_gives_what_single_steps_give(config, load, unbounded, tick
             (order[r.request_id], r.arrival, r.scheduled, r.first_token, r.finished, r.generated_tokens, r.preemptions)
             for r in engine.telemetry.finished
         )
-        names = ("generation_tokens", "kv_hit_tokens", "kv_recomputed_tokens", "kv_allocated_blocks", "kv_evicted_blocks",
-                 "kv_layout_fallbacks", "steps", "step_tokens")
+        names = (
+            "generation_tokens",
+            "kv_hit_tokens",
+            "kv_recomputed_tokens",
+            "kv_allocated_blocks",
+            "kv_evicted_blocks",
+            "kv_layout_fallbacks",
+            "steps",
+            "step_tokens",
+        )
         value = Exposition(engine).value
         counters = {name: value(f"kvscope_{name}") for name in names}
         return ended, counters, seen, engine.executor.clock.now()

@@ -44,7 +44,7 @@ def test_requests_are_read_one_ahead():
 
 
 def test_ticks_come_once_at_each_interval_with_fresh_gauges():
-    engine = make_engine(TimedExecutor(step_seconds=0.3, token_seconds=0.0))
+    engine = make_engine(TimedExecutor(step_seconds=0.75, token_seconds=0.0))
     seen = []
 
     def on_tick(now):
@@ -52,8 +52,8 @@ def test_ticks_come_once_at_each_interval_with_fresh_gauges():
         assert shown.value("kvscope_last_update_timestamp_seconds") == now
         seen.append((now, shown.value("kvscope_requests_running")))
 
-    engine.run([make_request(PromptSpan(8, (1,)), 20, arrival=5.0)], tick_seconds=2.0, on_tick=on_tick)
-    assert [now for now, _ in seen] == pytest.approx([2.0, 4.0, 6.2, 8.0, 10.1])
+    engine.run([make_request(PromptSpan(8, (1,)), 8, arrival=5.0)], tick_seconds=2.0, on_tick=on_tick)
+    assert [now for now, _ in seen] == [2.0, 4.0, 6.5, 8.0, 10.25]
     assert [running for _, running in seen] == [0, 0, 1, 1, 1]
 
 
@@ -69,7 +69,7 @@ def test_what_is_refused_is_marked_and_the_others_go_on():
 
 # -- a recorded trace --------------------------------------------------------------------------------------------------
 
-LIMIT = 1200
+LIMIT = 600
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,9 @@ def replay(lines, *, serial, num_blocks, contiguous_below=2048):
     engine.run(
         (
             make_request(
-                PromptSpan(line["input_length"], tuple(line["hash_ids"])), line["output_length"], arrival=line["timestamp"] / 1e3
+                PromptSpan(line["input_length"], tuple(line["hash_ids"])),
+                line["output_length"],
+                arrival=line["timestamp"] / 1e3,
             )
             for line in lines
         ),
@@ -117,9 +119,9 @@ def test_serial_replay_on_an_unbounded_pool_hits_what_ten_lines_of_script_say(li
     assert hits == pytest.approx(expected, rel=0.002)
     assert replay(lines, serial=False, num_blocks=None) <= hits
     # A smaller pool never hits more: with one request at a time, LRU keeps a subset of what a larger pool keeps.
-    rates = [replay(lines, serial=True, num_blocks=n, contiguous_below=0) for n in (8_200, 20_000, 60_000, 200_000)]
+    rates = [replay(lines, serial=True, num_blocks=n, contiguous_below=0) for n in (8_200, 20_000, 60_000)]
     assert rates == sorted(rates)
     assert 0 < rates[0] < rates[-1] <= hits
-    placed = [replay(lines, serial=True, num_blocks=n) for n in (8_200, 20_000, 60_000)]
+    placed = [replay(lines, serial=True, num_blocks=n) for n in (8_200, 60_000)]
     assert placed == sorted(placed)
     assert placed[-1] <= hits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from observability.forecast.last_value import last_value
 from observability.forecast.models import forecast
-from observability.forecast.prophet_model import prophet_ar1
 from observability.forecast.series import on_grid, read_series, window, within_bounds
 from observability.forecast.types import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from observability.signals import Signal
@@ -132,14 +129,21 @@ def test_a_new_service_is_forecast_as_if_its_zeros_had_not_been() -> None:
         )
 
 
-def test_a_spike_hardly_moves_the_last_values_interval_and_is_held_down_for_prophet() -> None:
-    clean, spiked = window(gridded(load(3)), END), window(gridded(with_spike()), END)
-    low, high = last_value(clean.values)[:, [0, -1]].T
-    spiked_low, spiked_high = last_value(spiked.values)[:, [0, -1]].T
-    assert ((spiked_high - spiked_low) < 1.5 * (high - low)).all()
-    raw = dataclasses.replace(spiked, values=with_spike())
-    held, wild = prophet_ar1(spiked), prophet_ar1(raw)
-    assert ((held[:, -1] - held[:, 0]) < 0.05 * (wild[:, -1] - wild[:, 0])).all()
+def test_a_lone_spike_does_not_widen_the_interval_by_half() -> None:
+    for model in MODELS:
+        low, high = forecast(window(gridded(load(3)), END), model).interval()
+        spiked_low, spiked_high = forecast(window(gridded(with_spike()), END), model).interval()
+        assert ((spiked_high - spiked_low) < 1.5 * (high - low)).all()
+
+
+def test_outliers_that_last_or_are_newest_are_pulled_in_and_not_forgotten() -> None:
+    values = load(3)
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    values[[-40, -39, -1]] = 9000.0
+    seen = window(gridded(values), END).values
+    # Three points of 432 move the quartiles a little.
+    assert seen[[-40, -39, -1]] == pytest.approx(np.full(3, middle + 20 * (high - low)), rel=0.05)
+    assert np.array_equal(seen[:-40], values[:-40])
 
 
 def test_nothing_after_the_origin_reaches_a_forecast() -> None:

@@ -62,7 +62,7 @@ def small_llama(**changes: Any) -> Any:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
-        "initializer_range": 0.3,
+        "initializer_range": 0.08,  # logits of about 1: float32 then agrees to a few 1e-6
         "eos_token_id": [7, 9],
     } | changes
     return LlamaForCausalLM(LlamaConfig(**settings)).eval()
@@ -270,6 +270,7 @@ def test_pickled_weights_are_never_read(directory: Callable[..., Path], tmp_path
         ({"hidden_size": None}, "TypeError"),
         ({"num_key_value_heads": 4}, "do not fit"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000"),
         ({"num_hidden_layers": 4}, "lacks tensors.*layers.3"),
         ({"hidden_size": 48}, "has shape"),
         ({"rms_norm_eps": "wide"}, "ValueError"),

@@ -171,6 +171,18 @@ def test_stop_string_across_token_borders_is_cut_and_not_returned(server: Runnin
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_a_matched_stop_string_ends_the_request_in_the_engine(server: RunningServer) -> None:
+    client = server.client()
+    sampling = {"model": "tiny", "prompt": "stop the engine", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    stop = client.completions.create(max_tokens=20, **sampling).choices[0].text[8:10]
+    answer = client.completions.create(max_tokens=3000, stop=stop, **sampling)
+    assert answer.choices[0].finish_reason == "stop"
+    server.wait_idle()
+    record = next(record for record in server.records if record.request_id == answer.id)
+    assert record.outcome == "stop"
+    assert answer.usage.completion_tokens <= record.generated_tokens < 3000
+
+
 def test_text_held_back_for_a_stop_string_comes_at_the_end(server: RunningServer) -> None:
     client = server.client()
     whole = client.completions.create(model="tiny", prompt="held", max_tokens=20, temperature=0).choices[0].text

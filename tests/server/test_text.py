@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from observability.engine.generation import Choice
 from observability.engine.model.tokenizer import byte_tokenizer
 from observability.engine.streaming import Detokenizer, StopStrings, TokenEvent, TokenInbox, Wakeups
+from observability.engine.types import Request, SamplingParams
 
 BYTES = byte_tokenizer()
 SPECIAL = 257  # <|im_start|>, which decodes to nothing
@@ -116,6 +118,14 @@ def test_nothing_of_a_stop_string_is_ever_sent_and_no_more_than_needed_is_held(t
         held = text[len(sent) : end]
         assert sent + held == text[:end]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_the_token_that_ends_the_sequence_is_counted_and_is_no_text_even_if_it_has_one() -> None:
+    a, b = BYTES.encode("ab")
+    choice = Choice(0, Request("r", [1], SamplingParams()), BYTES.decode)
+    assert choice.advance(TokenEvent(0, a, None)).text == "a"
+    last = choice.advance(TokenEvent(0, b, "stop"))
+    assert (last.text, last.finish_reason, choice.text, choice.tokens) == ("", "stop", "a", 2)
 
 
 # -- hand-over ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class KVManager:
             if table.blocks:
                 first, start = table.blocks[0], table.blocks[-1] + 1
                 adjacent = table.blocks == list(range(first, first + len(table.blocks)))
-                if not (adjacent and pool.is_range_allocatable(start, fresh)):
+                if not (adjacent and pool.can_continue(start, fresh)):
                     start = None
             else:
                 avoid = [(t.blocks[-1] + 1, t.reserved_end) for t in self._contiguous]
@@ -129,7 +129,7 @@ class KVManager:
             count = -(-(request.num_computed + steps - table.capacity_tokens) // size)
             while count > 0 and table.layout == CONTIGUOUS:
                 adjacent = table.blocks[-1] + 1
-                if pool.is_range_allocatable(adjacent, 1):
+                if pool.can_continue(adjacent, 1):
                     table.extend(pool.take_range(adjacent, 1).tolist())
                     telemetry.allocated(CONTIGUOUS, 1)
                     count -= 1

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,12 @@ class _ReuseQueue:
                 found.append(looked[live])
                 count -= len(live)
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def oldest(self, stamps: npt.NDArray[np.int64]) -> int:
+        """Stamp of the block at the front; there must be one."""
+        while not (stamps[self._segments[0][1]] == self._segments[0][0]).any():
+            self._entries -= len(self._segments.popleft()[1])
+        return self._segments[0][0]
 
     def tidy(self, live_blocks: int, stamps: npt.NDArray[np.int64]) -> None:
         """Drops stale entries once they outnumber the live ones."""
@@ -139,6 +146,7 @@ class BlockPool:
                 self._grow(missing)
                 more = np.arange(self.size - missing, self.size)
             blocks = np.concatenate((blocks, more))
+        blocks = np.sort(blocks)  # reads are then as sequential as they can be
         self._activate(blocks)
         return blocks
 
@@ -153,18 +161,28 @@ class BlockPool:
         self._activate(blocks)
         return blocks
 
-    def is_range_allocatable(self, start: int, count: int) -> bool:
-        """Whether take_range(start, count) may be called. An unbounded pool spares what it caches."""
+    def can_continue(self, start: int, count: int) -> bool:
+        """Whether a sequence that ends right before block `start` may take_range(start, count) for the sake of adjacency.
+
+        Not for the price of content that was released in the newer half of the time that the pool remembers: behind a popular
+        prefix lie the newest sequences with that prefix, and each would wipe out the one before. An unbounded pool spares all content.
+        """
         states = self.state[start : min(start + count, self.size)]
-        if self.bounded:
-            return start + count <= self.size and not (states == ACTIVE).any()
-        return start <= self.size and not states.any()
+        if not self.bounded:
+            return start <= self.size and not states.any()
+        if start + count > self.size or (states == ACTIVE).any():
+            return False
+        cached = states == EVICTABLE
+        if not cached.any():
+            return True
+        newest = int(self.stamps[start : start + count][cached].max())
+        return 2 * newest <= self._lru.oldest(self.stamps) + self._stamp
 
     def find_run(self, count: int, expected: int, avoid: Sequence[tuple[int, int]] = ()) -> int | None:
         """Start of `count` adjacent allocatable blocks for a sequence that may grow to `expected`; None if there is no such run.
 
         Looks for room to grow first, outside the half-open ranges `avoid` (where other sequences expect to grow), then for less. Takes
-        the smallest sufficient run of free blocks, else the adjacent blocks whose cached content is oldest.
+        the smallest sufficient run of free blocks, else the adjacent blocks whose cached content was used longest ago.
         """
         if not self.bounded:
             start = self.size
@@ -188,15 +206,16 @@ class BlockPool:
         fits = np.flatnonzero(lengths >= length)
         if fits.size:
             return int(starts[fits[np.argmin(lengths[fits])]])
-        if not self.num_evictable:
+        # Each run is cut into windows from its start, so that what stays free stays in one piece.
+        starts, ends = _runs(allowed)
+        windows = (ends - starts) // length
+        if not windows.any():
             return None
-        closed = np.concatenate(([0], np.cumsum(~allowed)))
-        open_ = closed[length:] == closed[:-length]
-        if not open_.any():
-            return None
-        age = np.concatenate(([0], np.cumsum(np.where(self.state == EVICTABLE, self.stamps, 0))))
-        cost = np.where(open_, age[length:] - age[:-length], np.iinfo(np.int64).max)
-        return int(np.argmin(cost))
+        number = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+        offsets = np.repeat(starts, windows) + number * length
+        released = np.append(np.where(self.state == EVICTABLE, self.stamps, 0), 0)
+        age = np.add.reduceat(released, np.column_stack((offsets, offsets + length)).reshape(-1))[::2]
+        return int(offsets[np.argmin(age)])
 
     def share(self, blocks: Blocks) -> None:
         """One more sequence holds these blocks, which it found in the index."""
@@ -307,19 +326,20 @@ class BlockPool:
         starts, ends = _runs(open_)
         lengths = ends - starts
         edges = self._region_edges
-        first = np.minimum(edges[:-1], self.size - 1)
-        sizes = np.diff(edges)
-        by_state = np.zeros((REGIONS, 3), dtype=np.int64)
-        by_state[:, EVICTABLE] = np.add.reduceat(self.state == EVICTABLE, first, dtype=np.int64) * (sizes > 0)
-        by_state[:, ACTIVE] = sizes - np.add.reduceat(open_, first, dtype=np.int64) * (sizes > 0)
-        by_state[:, FREE] = sizes - by_state[:, EVICTABLE] - by_state[:, ACTIVE]
+        evictable = self.state == EVICTABLE
         # Within its region a run ends at the region's edge: cut runs there.
         inner = np.unique(edges[1:-1])
         inner = inner[(inner > 0) & (inner < self.size)]
         cuts = inner[open_[inner] & open_[inner - 1]]
         starts, ends = np.sort(np.concatenate((starts, cuts))), np.sort(np.concatenate((ends, cuts)))
+        region, region_lengths = starts * REGIONS // self.size, ends - starts
         region_free_run = np.zeros(REGIONS, dtype=np.int64)
-        np.maximum.at(region_free_run, starts * REGIONS // self.size, ends - starts)
+        np.maximum.at(region_free_run, region, region_lengths)
+        by_state = np.zeros((REGIONS, 3), dtype=np.int64)
+        np.add.at(by_state[:, FREE], region, region_lengths)
+        by_state[:, ACTIVE] = np.diff(edges) - by_state[:, FREE]
+        by_state[:, EVICTABLE] = [np.count_nonzero(evictable[a:b]) for a, b in pairwise(edges.tolist())]
+        by_state[:, FREE] -= by_state[:, EVICTABLE]
         return AddressMap(
             largest_free_run=int(lengths.max(initial=0)),
             free_runs=np.searchsorted(np.sort(lengths), _RUN_BOUNDS, side="right").tolist(),

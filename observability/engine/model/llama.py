@@ -63,9 +63,11 @@ class ModelConfig:
             "max_position",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            most = 4096 if name == "num_layers" else 1 << 31
+            if not isinstance(value, int) or not 1 <= value <= most:
                 raise ModelError(
-                    f"Model configuration: {name} is {value!r}; it must be a positive whole number.", next_step=_CHECK
+                    f"Model configuration: {name} is {value!r}; it must be a whole number in 1..{most}.",
+                    next_step=_CHECK,
                 )
         if self.num_heads % self.num_kv_heads or self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(

@@ -1,0 +1,118 @@
+"""The torch executor under the real engine: time by component, settings that do not fit, int8, sampling by seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from observability import catalog
+from observability.catalog import COMPONENTS
+from observability.engine.executor.torch_executor import TorchExecutor
+from observability.engine.model.loading import LoadedModel
+from observability.engine.types import Chunk, EngineConfig, PromptSpan, Request, SamplingParams, StepPlan
+from observability.errors import ConfigError, RequestError
+from tests.model.conftest import Greedy
+from tests.model.running import Runner
+
+SMALL = EngineConfig(num_blocks=200, max_model_len=1024)
+
+
+def text_prompt(model: LoadedModel, i: int, length: int) -> list[int]:
+    return (model.tokenizer.encode(f"prompt {i}: the quick brown fox jumps over the lazy dog. ") * 40)[:length]
+
+
+def test_seconds_go_to_the_components_that_ran(tiny: LoadedModel) -> None:
+    runner = Runner(tiny, SMALL)
+    seconds = runner.telemetry.seconds
+    started = runner.executor.clock.now() - sum(seconds)
+    runner.run([text_prompt(tiny, 0, 200)], [SamplingParams(max_tokens=1)])
+    spent = dict(zip(COMPONENTS, seconds, strict=True))
+    assert spent["forward_prefill"] > 0
+    assert spent["sample"] > 0
+    assert spent["forward_decode"] == 0
+    assert spent["dequant"] == 0
+    runner.run([text_prompt(tiny, 1, 20)], [SamplingParams(max_tokens=50)])
+    assert dict(zip(COMPONENTS, seconds, strict=True))["forward_decode"] > 0
+    assert sum(seconds) <= runner.executor.clock.now() - started
+    assert runner.telemetry.lap(COMPONENTS.index("idle")) - started == pytest.approx(sum(seconds), abs=1e-6)
+    (record, _) = runner.telemetry.finished
+    assert record.matrix.sum() == pytest.approx(record.finished - record.arrival, rel=1e-6)
+
+
+def test_a_mixed_step_is_split_by_tokens(tiny: LoadedModel) -> None:
+    runner = Runner(tiny, EngineConfig(num_blocks=200, max_model_len=1024, max_num_batched_tokens=65))
+    runner.run([text_prompt(tiny, i, 640) for i in range(2)], [SamplingParams(max_tokens=100), SamplingParams(max_tokens=1)])
+    assert runner.executor.kinds["mixed"] > 5
+    seconds = dict(zip(COMPONENTS, runner.telemetry.seconds, strict=True))
+    assert seconds["forward_prefill"] > 0
+    assert seconds["forward_decode"] > 0
+
+
+def test_int8_reports_errors_and_dequantization_under_load(tiny: LoadedModel) -> None:
+    config = EngineConfig(num_blocks=200, max_model_len=1024, kv_dtype="int8", quant_sample_rate=1.0, max_num_batched_tokens=100)
+    runner = Runner(tiny, config)
+    requests = runner.run([text_prompt(tiny, i, 130 + i) for i in range(6)], [SamplingParams(max_tokens=40)] * 6)
+    assert {r.outcome for r in requests} <= {"length", "stop"}
+    seconds = dict(zip(COMPONENTS, runner.telemetry.seconds, strict=True))
+    assert seconds["dequant"] > 0
+    rows = {f.family.name: f.rows for f in runner.telemetry.snapshot()}
+    relative = {}
+    signal = {row.labels: row.value for row in rows[catalog.KV_QUANT_SIGNAL.name]}
+    for row in rows[catalog.KV_QUANT_ERROR.name]:
+        relative[row.labels] = (row.value / signal[row.labels]) ** 0.5
+    assert {labels[1] for labels in relative} == {"key", "value"}
+    assert {labels[2] for labels in relative} == {"00-00", "01-01", "02-02", "03-03"}
+    # uniform rounding of a scale of max/127: its RMS is scale/sqrt(12); against a normal signal's that is near 0.5 %
+    assert all(0.001 < value < 0.02 for value in relative.values())
+    assert runner.executor.kv._tail_of == {}  # type: ignore[union-attr]
+
+
+def test_int8_greedy_agrees_with_float32_mostly(
+    smollm2: LoadedModel, reference: list[Greedy], record_property: pytest.FixtureRequest
+) -> None:
+    """The share of prompts whose whole generation is equal, and of tokens before the first difference."""
+    wanted = [g for g in reference if len(g.prompt) <= 511]
+    config = EngineConfig(num_blocks=600, kv_dtype="int8", quant_sample_rate=0.05)
+    runner = Runner(smollm2, config)
+    requests = runner.run([g.prompt for g in wanted], [SamplingParams(max_tokens=g.max_tokens) for g in wanted])
+    same = sum(r.output == g.tokens for r, g in zip(requests, wanted, strict=True))
+    agreed = sum(
+        int(np.cumprod([a == b for a, b in zip(r.output, g.tokens, strict=False)]).sum())
+        for r, g in zip(requests, wanted, strict=True)
+    )
+    tokens = sum(len(g.tokens) for g in wanted)
+    record_property("int8_equal_generations", f"{same}/{len(wanted)}")  # type: ignore[operator]
+    record_property("int8_agreeing_tokens", f"{agreed}/{tokens}")  # type: ignore[operator]
+    print(f"int8: {same} of {len(wanted)} generations equal, {agreed} of {tokens} tokens before a first difference")  # noqa: T201
+    assert agreed / tokens > 0.9
+
+
+def test_a_seeded_request_gives_the_same_text_in_any_company(tiny: LoadedModel) -> None:
+    mine = SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, seed=5)
+    prompt = text_prompt(tiny, 0, 50)
+    (alone,) = Runner(tiny, SMALL).run([prompt], [mine])
+    others = [SamplingParams(max_tokens=25, temperature=0.5 * (i % 3), seed=i) for i in range(9)]
+    runner = Runner(tiny, EngineConfig(num_blocks=24, block_size=4, max_model_len=96, max_num_batched_tokens=40, seed=9))
+    mixed = runner.run([text_prompt(tiny, i, 30) for i in range(1, 10)] + [prompt], [*others, mine])
+    assert sum(r.num_preemptions for r in mixed) > 0
+    assert mixed[-1].output == alone.output
+    (other,) = Runner(tiny, SMALL).run([prompt], [SamplingParams(max_tokens=30, temperature=0.8, top_p=0.9, seed=6)])
+    assert other.output != alone.output
+
+
+def test_settings_that_do_not_fit_the_model(tiny: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="max_model_len = 9000 is longer than the 8192 tokens"):
+        TorchExecutor(tiny, EngineConfig(num_blocks=1000, max_model_len=9000), None)
+    with pytest.raises(ConfigError, match="bounded KV pool"):
+        TorchExecutor(tiny, EngineConfig(num_blocks=None), None)
+    with pytest.raises(ConfigError, match="cannot be allocated"):
+        TorchExecutor(tiny, EngineConfig(num_blocks=1 << 40), None)
+
+
+def test_prompts_that_no_model_can_read(tiny: LoadedModel) -> None:
+    executor = TorchExecutor(tiny, SMALL, None)
+    for prompt, reason in ((PromptSpan(4, (1,)), "hashes only"), ([1, 2, 259, 3], "outside 0..258"), ([1, -1, 2, 3], "outside")):
+        request = Request("bad", prompt, SamplingParams())
+        request.table = type("Table", (), {"blocks": [0]})()
+        with pytest.raises(RequestError, match=reason):
+            executor.execute(StepPlan([Chunk(request, 0, 4, samples=True)], []))
