@@ -13,6 +13,7 @@ from dashboards.shared import (
     OF_INSTANCE,
     STALE,
     TTFT_BURN,
+    known,
     limits,
     lines,
     quantile,
@@ -96,7 +97,8 @@ def steps() -> Section:
         "waits for the whole step: long mixed steps raise inter-token latency. Lower max_num_batched_tokens to shorten "
         "them.",
         "s",
-        query(quantile(0.99, c.STEP_DURATION, "kind", OF_INSTANCE), "{{kind}} p99"),
+        query(known(quantile(0.99, c.STEP_DURATION, "kind", OF_INSTANCE)), "{{kind}} p99"),
+        when_empty="No model steps in this time",
     )
     tokens = lines(
         TTFT_BURN,
@@ -116,7 +118,8 @@ def _p99(family: c.Family, by: str, title: str, text: str) -> TimeSeries:
         title,
         text,
         "s",
-        Query(expr=quantile(0.99, family, by), legendFormat=f"{{{{{by}}}}}", exemplar=True),
+        Query(expr=known(quantile(0.99, family, by)), legendFormat=f"{{{{{by}}}}}", exemplar=True),
+        when_empty="No first tokens in this time",
     )
 
 

@@ -260,8 +260,9 @@ def _quantiles(objective: LatencyObjective, title: str) -> TimeSeries:
         f"{objective.threshold_seconds:g} s. {family.help} When p99 leaves p90 behind, few requests suffer: look at the "
         "slowest 1 %. When all rise together, the engine is short of capacity.",
         "s",
-        *(query(signal(f"model:{family.name}:{p}_5m"), p) for p in ("p50", "p90", "p99")),
-        Query(expr=quantile(0.99, family), legendFormat=selection, exemplar=exemplars),
+        *(query(known(signal(f"model:{family.name}:{p}_5m")), p) for p in ("p50", "p90", "p99")),
+        Query(expr=known(quantile(0.99, family)), legendFormat=selection, exemplar=exemplars),
+        when_empty=NO_TRAFFIC,
         overrides=[*color_overrides({"p50": "green", "p90": "yellow", "p99": "red"}), dashed],
         **limits((objective.threshold_seconds, RED)),
     )
@@ -271,7 +272,8 @@ def latency() -> Section:
     """TTFT, ITL and request duration, how many miss their objective, and how far the quantiles can be trusted."""
 
     def ratios(kind: str) -> list[Query]:
-        return [query(signal(f"model:{x.family.name}:{kind}_ratio_rate5m"), x.title) for x in o.LATENCY_OBJECTIVES]
+        names = {x.title: f"model:{x.family.name}:{kind}_ratio_rate5m" for x in o.LATENCY_OBJECTIVES}
+        return [query(known(signal(name)), title) for title, name in names.items()]
 
     over = lines(
         TTFT_BURN,
@@ -281,6 +283,7 @@ def latency() -> Section:
         f"with {rules.BURN_RATE:g} times as much.",
         "percentunit",
         *ratios("error"),
+        when_empty=NO_TRAFFIC,
         **limits((BUDGET, RED)),
     )
     overflow = lines(
@@ -290,6 +293,7 @@ def latency() -> Section:
         "value: the real one is higher than the highest bound.",
         "percentunit",
         *ratios("overflow"),
+        when_empty=NO_TRAFFIC,
         **limits((0.01, RED)),
     )
     crowds = Heatmap(

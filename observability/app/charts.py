@@ -103,10 +103,12 @@ def _time_axis(figure: go.Figure, frame: Frame, *, covered: bool = False) -> Non
             type="rect", xref="x", yref="paper", x0=moment(low, view.zone), x1=moment(high, view.zone), line_width=0,
             layer="below", name="simulated", **look,
         )  # fmt: skip
+    top = figure.layout.yaxis.range[1] if figure.layout.yaxis.range else None
+    crossed = any(shape.name != "simulated" and top and shape.y0 > 0.85 * top for shape in figure.layout.shapes)
     figure.add_annotation(
         x=moment(inside[0][0], view.zone), y=1.03 if covered else 1, xref="x", yref="paper", xanchor="left",
         yanchor="bottom" if covered else "top", showarrow=False, text="simulated (virtual time)", name="simulated",
-        font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if frame.lines else 0,
+        font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if crossed else 0,
     )  # fmt: skip
     if covered:
         figure.update_layout(margin_t=20)
@@ -132,9 +134,10 @@ def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Li
             continue
         figure.add_hline(y=line.value * factor, line={"color": OBJECTIVE_LINE, "width": 1.2, "dash": "dash"})
         figure.add_annotation(
-            x=1, y=line.value * factor, xref="paper", yref="y", xanchor="right", yanchor="bottom", showarrow=False,
-            text=line.label, font={"size": 10, "color": OBJECTIVE_LINE}, name="line",
+            x=1, y=line.value * factor, xref="paper", yref="y", xanchor="left", yanchor="middle", showarrow=False,
+            xshift=2, text=line.label, font={"size": 10, "color": OBJECTIVE_LINE}, name="line",
         )  # fmt: skip
+        figure.update_layout(margin_r=6 + 6 * len(line.label))
     return factor
 
 
@@ -256,7 +259,7 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
         tickangle=0,
         title={"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2},
     )
-    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 1.0) * 1.2])
+    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 4.0) * 1.2])
     return figure
 
 
@@ -326,7 +329,7 @@ def forecast(
 
     if len(past):
         band(past, max(bands), STEEL)
-        centre(past, "forecast 1 h before", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
+        centre(past, "forecast 1 h ago", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
     values = on_grid(history, view)
     figure.add_scatter(
         x=shown(view.times, view.zone), y=values * factor, mode="lines", name="measured", line={"color": BLUE, "width": 1.8},

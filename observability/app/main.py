@@ -12,6 +12,7 @@ from observability.app import queries, ui
 from observability.app.pages import PAGES, AppPage
 from observability.app.sources import CachedSource, current_source
 from observability.app.ui import Context, Selection
+from observability.app.view import refresh_seconds
 from observability.errors import KvscopeError
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     st.navigation([entry(page) for page in PAGES], position="top").run()
     # The filters belong to no page: so their values and their place in the URL outlive a change of page.
     selection = ui.controls(models)
-    live = None if selection.end else ui.REFRESH_SECONDS
+    live = None if selection.end else refresh_seconds(selection.seconds)
     st.fragment(refresh, run_every=live)(chosen[0].draw, selection, tuple(models))
 
 
@@ -64,7 +65,7 @@ def refresh(draw: Callable[[Context], None], selection: Selection, models: tuple
         simulated = source.simulated(view.start, view.end)
     except KvscopeError as error:
         with notices:
-            ui.source_error(error)
+            ui.source_error(error, refresh_seconds(selection.seconds))
         if selection.model is not None:
             draw(Context(source.offline(error), view))
         ui.status(place, "down", "Source unreachable")

@@ -11,17 +11,14 @@ import pandas as pd
 
 from observability.app.queries import KV_USAGE, REQUESTS, quantile_signal
 from observability.app.view import View
-from observability.forecast.types import HORIZON_STEPS, MODEL_TITLES, MODELS, STEP_SECONDS, level_column
+from observability.forecast.backtest import SCORED_SECONDS
+from observability.forecast.series import READ_STEP, grid_step, on_grid
+from observability.forecast.types import HORIZON_STEPS, MODEL_TITLES, MODELS, level_column
 from observability.objectives import TTFT
 from observability.signals import Signal
 from observability.store.source import SeriesSource
 
 FORECAST_SIGNALS = (REQUESTS, KV_USAGE, quantile_signal(TTFT, 0.99))
-#: Past forecasts are scored over this long before the end of the view.
-SCORED_SECONDS = 3 * 86400.0
-#: Step of the values whose mean over 10 minutes is what a forecast is about.
-_VALUE_STEP = 60.0
-
 MEDIAN = level_column(0.5)
 #: Bands drawn, widest first: share -> its lower and upper quantile.
 BANDS = {
@@ -75,28 +72,32 @@ class Outlook:
 
 
 def outlooks(source: SeriesSource, view: View, signal: Signal) -> list[Outlook]:
-    """What each model says about `signal`, as of the end of the view."""
+    """What each model says about `signal`, as of the end of the view. Their accuracy is over the origins of the last three
+    days from which every model made a forecast, so that it can be compared (as `kvscope forecast` does)."""
     actual = ten_minute_means(source, view, signal)
-    return [_outlook(source, view, signal, model, actual) for model in MODELS]
+    now, since = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.end, view.end - SCORED_SECONDS))
+    stored = {model: source.forecasts(signal.name, view.where, model) for model in MODELS}
+    stored = {model: frame[frame["origin"] <= now] for model, frame in stored.items()}
+    made = [set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"]) for frame in stored.values()]
+    shared = set.intersection(*made)
+    return [_outlook(view, signal, model, frame, actual, shared) for model, frame in stored.items()]
 
 
-def _outlook(source: SeriesSource, view: View, signal: Signal, model: str, actual: pd.Series) -> Outlook:
-    stored = source.forecasts(signal.name, view.where, model)
-    end = pd.Timestamp(view.end, unit="s", tz="UTC")
-    stored = stored[stored["origin"] <= end]
+def _outlook(
+    view: View, signal: Signal, model: str, stored: pd.DataFrame, actual: pd.Series, shared: set[pd.Timestamp]
+) -> Outlook:
     if stored.empty:
         return Outlook(signal, model, stored, stored, None, (), "", None)
     newest = stored[stored["origin"] == stored["origin"].max()].sort_values("step")
-    refused = str(newest["refused"].iloc[0])
-    known = stored[(stored["step"] > 0) & (stored["origin"] < newest["origin"].iloc[0])]
-    known = known.assign(actual=known["time"].map(actual))
-    start = pd.Timestamp(view.start, unit="s", tz="UTC")
+    known = stored[stored["step"] > 0].assign(actual=lambda frame: frame["time"].map(actual))
+    start, end = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end))
     past = known[(known["step"] == HORIZON_STEPS) & (known["time"] > start) & (known["time"] <= end)].sort_values(
         "time"
     )
+    first = newest.iloc[0]
     return Outlook(
-        signal, model, newest[newest["step"] > 0], past, newest["origin"].iloc[0].timestamp(),
-        tuple(str(newest["flags"].iloc[0]).split()), refused, _accuracy(known.dropna(subset=["actual"])),
+        signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
+        str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
     )  # fmt: skip
 
 
@@ -111,9 +112,10 @@ def _accuracy(known: pd.DataFrame) -> Accuracy | None:
 
 
 def ten_minute_means(source: SeriesSource, view: View, signal: Signal) -> pd.Series:
-    """What came: the mean of `signal` over each whole 10 minutes, by their end, over the scored time. A span of which less
-    than half was recorded has none."""
-    end = view.end // STEP_SECONDS * STEP_SECONDS
-    frame = source.range(signal.name, end - SCORED_SECONDS + _VALUE_STEP, end, _VALUE_STEP, view.where)
-    spans = frame.groupby(frame["time"].dt.ceil(f"{STEP_SECONDS}s"))["value"]
-    return spans.mean()[spans.count() >= STEP_SECONDS / _VALUE_STEP / 2]
+    """What came: the mean of `signal` over each whole 10 minutes of the scored time, by their end (UTC)."""
+    end = grid_step(view.end)
+    start = end - SCORED_SECONDS
+    frame = source.range(signal.name, start + READ_STEP, end, READ_STEP, view.where)
+    seconds = frame["time"].to_numpy(dtype="datetime64[s]").astype("int64").astype("float64")
+    ends, means = on_grid(seconds, frame["value"].to_numpy(dtype="float64"), start, end)
+    return pd.Series(means, index=pd.to_datetime(ends, unit="s", utc=True).as_unit("ns")).dropna()

@@ -21,10 +21,10 @@ QUESTIONS = {
     queries.KV_USAGE.name: "Will the KV pool fill up?",
     outlook.FORECAST_SIGNALS[2].name: "Will time to first token P99 hold?",
 }
-HEIGHT = 430
+HEIGHT = 385
 NOTE = (
     "A forecast is about the mean of each ten minutes; it is drawn at their middle. Dotted: what was forecast one hour before, "
-    "with its 95 % interval. Mean error and coverage compare the stored forecasts of the last three days with what came: "
+    "with its 95 % interval. Bands: 50, 80 and 95 %. Mean error and coverage compare the stored forecasts of the last three days with what came: "
     "a good 95 % interval covers 95 %, and a model is worth having where its error is below that of the last value. "
     "Forecasts are made by `kvscope forecast`, never by this page."
 )
@@ -78,8 +78,15 @@ def headline(chosen: Outlook, now: float) -> str:
     last = ahead.iloc[-1]
     return (
         f'<div class="figure"><b>{quantity(last[outlook.MEDIAN], unit)}</b><span>in {_minutes(last["time"], now)} min, '
-        f"95 %: {quantity(last[low], unit)} to {quantity(last[high], unit)}</span></div>"
+        f"95 %: {between(last[low], last[high], unit)}</span></div>"
     )
+
+
+def between(low: float, high: float, unit: str) -> str:
+    """Two values with their unit, said once when it is the same: 0.109 to 0.215 req/s."""
+    first, last = quantity(low, unit), quantity(high, unit)
+    number, _, name = first.partition(" ")
+    return f"{number if last.endswith(' ' + name) else first} to {last}"
 
 
 def _minutes(time: pd.Timestamp, now: float) -> int:

@@ -7,6 +7,7 @@ import streamlit as st
 from observability import catalog
 from observability.app import charts, queries, ui
 from observability.app.ui import Context, Panel
+from observability.app.units import setting
 from observability.objectives import QUANT_ERROR_WARNING
 
 HITS = Panel(
@@ -59,8 +60,8 @@ QUANTIZATION = Panel(
     "quantization", "What does quantization cost?", "relative RMS error", (queries.QUANT_ERROR,),
     queries.quantization_error,
     lambda data, frame: charts.lines(data, "ratio", frame),
-    lines=(charts.Line(QUANT_ERROR_WARNING, f"budget {QUANT_ERROR_WARNING:.0%}"),),
-    note="Root of summed squared error over summed squared signal, on sampled live blocks, by tensor and layer group.",
+    lines=(charts.Line(QUANT_ERROR_WARNING, setting(QUANT_ERROR_WARNING, "ratio")),),
+    note="Dashed: the budget. Root of summed squared error over summed squared signal, on sampled live blocks, by tensor and layer group.",
 )  # fmt: skip
 REGIONS = {
     "occupancy": Panel(
@@ -73,7 +74,8 @@ REGIONS = {
         "regions", "Where in the pool is free space broken up?", "external fragmentation, %", (queries.REGION_FRAGMENTATION,),
         lambda source, view: queries.over_time(source, view, queries.REGION_FRAGMENTATION),
         lambda data, frame: charts.heatmap(data, frame, title="external fragmentation"),
-        note="32 equal address regions over time; 0 % means that all allocatable blocks of a region are adjacent.",
+        note="32 equal address regions over time. 0 %: all allocatable blocks of a region are adjacent. An empty cell: the region "
+        "has no allocatable block, or nothing was recorded.",
     ),
 }  # fmt: skip
 

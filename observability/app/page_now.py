@@ -73,7 +73,7 @@ SATURATION = (
     _saturation_panel(
         "kv-usage", "Is the KV pool full?", queries.KV_USAGE,
         "Blocks held by running requests, as a share of the pool. Cached blocks in use by nobody do not count.",
-        (charts.Line(KV_USAGE_WARNING, f"{KV_USAGE_WARNING:.0%}"),),
+        (charts.Line(KV_USAGE_WARNING, setting(KV_USAGE_WARNING, "ratio")),),
     ),
     _saturation_panel(
         "waiting", "Is anybody waiting?", queries.WAITING, "Requests queued, waiting for KV blocks, or preempted."

@@ -42,7 +42,7 @@ def quantile_panel(objective: LatencyObjective) -> Panel:
         tuple(queries.quantile_signal(objective, q) for q in (0.5, 0.9, 0.99)),
         lambda source, view: queries.latency_quantiles(source, view, objective),
         lambda data, frame: charts.lines(data, "seconds", frame),
-        lines=(charts.Line(objective.threshold_seconds, f"objective {limit}"),),
+        lines=(charts.Line(objective.threshold_seconds, limit),),
         note=f"Objective: {objective.target:.0%} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.",
     )  # fmt: skip
 

@@ -11,12 +11,13 @@ import pandas as pd
 import streamlit as st
 
 from observability.app.settings import SOURCE_VARIABLE
+from observability.app.view import FASTEST_REFRESH
 from observability.errors import KvscopeError
 from observability.store.open import open_source
 from observability.store.source import ANY, SeriesSource
 
-#: Seconds that a read is shared: as long as one tick of the view's end, so that each tick reads once.
-TTL = 15.0
+#: Seconds that a read is shared: the shortest time between two refreshes, so that each of them reads once.
+TTL = float(FASTEST_REFRESH)
 #: Reads kept for the time in which the source cannot be asked.
 MAX_KEPT = 1000
 

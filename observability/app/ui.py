@@ -34,7 +34,6 @@ LOGO_WITH_NAME = (
     'font-family="system-ui,-apple-system,Segoe UI,Roboto,Noto Sans,Liberation Sans,sans-serif" font-size="18" '
     'font-weight="600">kvscope</text></svg>'
 )
-REFRESH_SECONDS = 15
 CHART_CONFIG = {"displayModeBar": False, "displaylogo": False}
 _PAGE_NAMES = {"kv-cache": "the KV cache", "p99": "the make-up over time", "forecast": "the next hour"}
 #: From this share of the view on, a missing signal is explained by virtual time.
@@ -156,10 +155,10 @@ def _with_code(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def source_error(error: KvscopeError) -> None:
-    """The banner for a source that cannot be read at all."""
+def source_error(error: KvscopeError, every: int) -> None:
+    """The banner for a source that cannot be read at all; the page tries again `every` so many seconds."""
     text = f"{error.next_step} " if error.next_step else ""
-    banner("error", error.reason, f"{text}The page tries again every {REFRESH_SECONDS} s; no reload is needed.")
+    banner("error", error.reason, f"{text}The page tries again every {every} s; no reload is needed.")
 
 
 def empty_source(description: str) -> None:

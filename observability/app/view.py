@@ -11,9 +11,10 @@ import pandas as pd
 #: Time ranges offered: name in the URL -> seconds.
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 86400, "3d": 3 * 86400, "7d": 7 * 86400}
 DEFAULT_RANGE = "1h"
-#: Steps between points; the smallest that keeps a chart at or under MAX_POINTS is taken.
-STEPS = (15, 30, 60, 120, 300, 600, 900, 1800, 3600)
-MAX_POINTS = 240
+#: Seconds between points, by range: up to 3 days no event falls between the 5-minute windows of two points.
+STEPS = {900: 15, 3600: 15, 6 * 3600: 30, 86400: 60, 3 * 86400: 300, 7 * 86400: 600}
+#: Seconds between two refreshes: each step, at least and at most these.
+FASTEST_REFRESH, SLOWEST_REFRESH = 15, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,17 @@ class View:
         return pd.to_datetime(self.start + self.step * np.arange(count), unit="s", utc=True).as_unit("ns")
 
 
-def make_view(model: str, seconds: float, now: float, zone: str = "UTC") -> View:
-    """The last `seconds` before `now`, on a grid of whole steps, so that viewers of the same moment share cached reads."""
-    step = next((s for s in STEPS if seconds / s <= MAX_POINTS), STEPS[-1])
-    # The end is on a finer grid than the step: a 7-day chart must not end up to an hour ago.
-    end = now // STEPS[0] * STEPS[0]
-    return View(model, end - seconds, end, float(step), zone)
+def make_view(model: str, seconds: int, now: float, zone: str = "UTC") -> View:
+    """The last `seconds` (one of RANGES) before `now`, so that viewers of the same moment share cached reads."""
+    every = refresh_seconds(seconds)
+    # The end is on the grid of the refresh, not of the step: a 7-day chart must not end minutes ago.
+    end = now // every * every
+    return View(model, end - seconds, end, float(STEPS[seconds]), zone)
+
+
+def refresh_seconds(seconds: int) -> int:
+    """Seconds between two refreshes of a page that shows the last `seconds`."""
+    return min(max(STEPS[seconds], FASTEST_REFRESH), SLOWEST_REFRESH)
 
 
 def shown(times: pd.DatetimeIndex, zone: str) -> pd.DatetimeIndex:

@@ -57,6 +57,7 @@ class Engine:
         self._front = threading.Lock()  # held by add() and while the inbox is emptied
         self._closed: str | None = None
         self._idle = False
+        self._ticking = False  # run() publishes gauges at its ticks, and nobody looks in between
         self._ends: deque[float] = deque(maxlen=_RECENT_ENDS)
 
     # -- any thread --------------------------------------------------------------------------------------------------
@@ -165,8 +166,7 @@ class Engine:
         began = self.telemetry.lap(_SCHEDULE)
         result = self.executor.execute(plan, until)
         self._commit(plan, result, began)
-        if self.telemetry.due():
-            self.publish()
+        self._publish_if_due()
         return True
 
     def run_until_idle(self) -> None:
@@ -185,7 +185,8 @@ class Engine:
         """Serves `requests`, sorted by arrival and read one ahead, in virtual time, until the last has ended.
 
         `serial` submits each one when the one before has ended, and sets its arrival to that moment. `on_tick(now)` is called
-        at the first step end (or idle moment) at or past each multiple of `tick_seconds` since the start, with gauges just published.
+        at the first step end (or idle moment) at or past each multiple of `tick_seconds` since the start, with gauges just published;
+        they are then published at ticks and at the end only.
         A request that is refused gets outcome "rejected" and the reason as its error.
         """
         clock = self._clock
@@ -193,6 +194,7 @@ class Engine:
             raise ConfigError("run() drives virtual time.", next_step="Use loop.EngineThread in real time.")
         source = iter(requests)
         pending = next(source, None)
+        self._ticking = tick_seconds is not None
         start, ticks = clock.now(), 1
         next_tick = math.inf if tick_seconds is None else start + tick_seconds
         while True:
@@ -217,10 +219,12 @@ class Engine:
             elif pending is None:
                 break
             else:
-                self._stay_idle()  # publishes on going idle
+                self._stay_idle()
                 clock.wait_until(event)
                 self._stay_idle()
+        self._ticking = False
         self._stay_idle()
+        self.publish()
 
     @property
     def _has_work(self) -> bool:
@@ -257,10 +261,10 @@ class Engine:
         if self._idle:
             self.telemetry.lap(_IDLE)
             self.telemetry.begin_step()  # an arrival from here on falls into idle time
-            if self.telemetry.due():
-                self.publish()
+            self._publish_if_due()
         else:
-            self.publish()
+            if not self._ticking:
+                self.publish()
             self.telemetry.lap(_SCHEDULE)
             self.telemetry.begin_step()
             self._idle = True
@@ -371,6 +375,10 @@ class Engine:
     def kv_state(self) -> KVState:
         """The KV pool now. Exact; to be called on the engine's thread, between steps."""
         return self.kv.state(self.scheduler.running())
+
+    def _publish_if_due(self) -> None:
+        if not self._ticking and self.telemetry.due():
+            self.publish()
 
     def publish(self) -> None:
         """Gives telemetry new gauges."""

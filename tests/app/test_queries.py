@@ -6,16 +6,15 @@ import itertools
 import statistics
 from collections import defaultdict
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from observability import catalog
 from observability.app import queries
 from observability.app.page_now import in_words
-from observability.app.view import STEPS, View, make_view
+from observability.app.view import RANGES, View, make_view, refresh_seconds
 from observability.objectives import E2E, ITL, TTFT
-from observability.signals import BY_NAME
+from observability.signals import BY_NAME, WINDOW_SECONDS
 from observability.store.source import SeriesSource
 from tests.app import synthetic
 
@@ -145,14 +144,16 @@ def test_the_simulated_share_counts_only_what_is_inside_the_view(view: View) -> 
     assert queries.simulated_share([], view) == 0
 
 
-@pytest.mark.parametrize("seconds", [900, 3600, 6 * 3600, 86400, 3 * 86400, 7 * 86400])
-def test_a_view_has_at_most_240_points_on_a_shared_grid(seconds: int) -> None:
-    one, other = make_view("m", seconds, 1_700_000_003.2), make_view("m", seconds, 1_700_000_004.9)
+@pytest.mark.parametrize("seconds", RANGES.values())
+def test_viewers_of_one_moment_share_a_view_of_the_whole_range(seconds: int) -> None:
+    one, other = make_view("m", seconds, 1_700_000_043.2), make_view("m", seconds, 1_700_000_044.9)
     assert one == other
-    assert 1 < one.seconds / one.step <= 240
-    assert one.step in STEPS
-    assert one.end % 15 == 0
-    assert np.isclose(one.seconds, seconds)
+    assert one.seconds == seconds
+    assert 0 <= 1_700_000_043.2 - one.end < refresh_seconds(seconds) <= 60
+    assert 50 < len(one.times) <= 1500
+    assert (one.times[0].timestamp(), one.times[-1].timestamp()) == (one.start, one.end)
+    if seconds <= 3 * 86400:
+        assert one.step <= WINDOW_SECONDS, "a burst could fall between two points"
 
 
 @pytest.mark.parametrize(

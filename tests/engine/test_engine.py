@@ -53,7 +53,7 @@ def test_recomputed_tokens_are_what_preempted_requests_compute_twice():
     requests = [make_request(tokens(i, 24), 40) for i in range(12)]
     run_all(engine, requests)
     computed: dict[tuple[str, int], int] = {}
-    for prefill, decode in engine.executor.plans:
+    for prefill, _ in engine.executor.plans:
         for name, start, count in prefill:
             for position in range(start, start + count):
                 computed[name, position] = computed.get((name, position), 0) + 1

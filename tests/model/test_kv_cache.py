@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from observability.engine.executor.attention import DecodeAttention, causal_mask, chunk_attention, slots_of, split_by_length
+from observability.engine.executor.attention import (
+    DecodeAttention,
+    causal_mask,
+    chunk_attention,
+    slots_of,
+    split_by_length,
+)
 from observability.engine.executor.kv_cache import Batch, FloatKV, Int8KV, Span
 from observability.engine.executor.timing import Part, StepTimer
 from observability.engine.model.llama import ModelConfig
@@ -193,10 +199,12 @@ def test_int8_store_attends_to_full_blocks_quantized_and_the_rest_exact(chunk: i
             with torch.inference_mode():
                 kv._dequantize(layer, torch.tensor(s.blocks[:full]))
             read = kv._scratch[:, :, : full * size].transpose(1, 2)
-            torch.testing.assert_close(read, torch.tensor(stored[layer, :, : full * size]).float(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                read, torch.tensor(stored[layer, :, : full * size]).float(), atol=1e-5, rtol=1e-5
+            )
         # attention, step by step
         starts = [*range(0, s.length * 2 // 3, chunk), *range(s.length * 2 // 3, s.length), s.length]
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in pairwise(starts):
             seen = exact[:, :, :end].copy()
             seen[:, :, : start // size * size] = stored[:, :, : start // size * size]
             for layer in (0, MODEL.num_layers - 1):
@@ -236,7 +244,11 @@ def fill_block(kv: Int8KV, k: Tensor, v: Tensor, block: int = 0, request: Reques
 @given(st.integers(0, 2**32 - 1), st.floats(1e-20, 1e20), st.floats(0, 6))
 def test_int8_error_is_at_most_half_a_scale(seed: int, scale: float, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, 16, 2, 8, generator=generator) * 10 ** (torch.rand(2, 16, 2, 8, generator=generator) * spread) * scale
+    k, v = (
+        torch.randn(2, 16, 2, 8, generator=generator)
+        * 10 ** (torch.rand(2, 16, 2, 8, generator=generator) * spread)
+        * scale
+    )
     kv = one_block_store(blocks=1)
     fill_block(kv, k, v)
     with torch.inference_mode():
@@ -263,7 +275,9 @@ def test_the_reported_error_of_known_noise() -> None:
     for (tensor, _, _, error, signal, elements), count in zip(reports, layers * 2, strict=True):
         displaced = 15 * 2 * 8 * 0.25**2 * count if tensor == 0 else 0.0
         assert error == pytest.approx(displaced, rel=1e-4, abs=1e-6)
-        assert signal == pytest.approx(float(((grid + noise) if tensor == 0 else value_grid).double().square().sum()) * count)
+        assert signal == pytest.approx(
+            float(((grid + noise) if tensor == 0 else value_grid).double().square().sum()) * count
+        )
         assert elements == 16 * 2 * 8 * count
 
 

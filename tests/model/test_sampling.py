@@ -28,7 +28,9 @@ def draws(logits: Tensor, count: int, **params: object) -> Counter[int]:
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.0, -30.0])
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.8), (0.7, 0.5), (1.3, 0.95)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.8), (0.7, 0.5), (1.3, 0.95)]
+)
 def test_frequencies_follow_the_distribution(temperature: float, top_p: float) -> None:
     count = 4000
     p = np.exp(LOGITS.double().numpy() / temperature)
@@ -60,7 +62,9 @@ def test_a_seeded_request_draws_the_same_whatever_else_is_in_the_batch() -> None
         alone = sample(logits[7:8], [request("mine", 5, temperature=1.0, seed=11, top_p=top_p)], 0)
         for place, others in ((0, 3), (2, 40), (150, 160)):
             rows = logits[torch.randint(0, 200, (others,))]
-            requests = [request(f"o{i}", i, temperature=0.9 * (i % 2), top_p=0.5 + 0.1 * (i % 6)) for i in range(others)]
+            requests = [
+                request(f"o{i}", i, temperature=0.9 * (i % 2), top_p=0.5 + 0.1 * (i % 6)) for i in range(others)
+            ]
             rows = torch.cat([rows[:place], logits[7:8], rows[place:]])
             requests.insert(place, request("another name", 5, temperature=1.0, seed=11, top_p=top_p))
             assert sample(rows, requests, place)[min(place, others)] == alone[0]

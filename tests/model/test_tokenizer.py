@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ TEXTS = (
     "emoji 👩‍👩‍👧‍👦 🇩🇪 👍🏽 e\u0301 combining",
     "zero\u200bwidth\ufeff\u00a0nbsp\u3000ideographic",
     "def f(x: int) -> str:\n\treturn f'{x!r:>10}'  # comment\n",
-    "#include <stdio.h>\nint main(void) { printf(\"%d\\n\", 42); }",
+    '#include <stdio.h>\nint main(void) { printf("%d\\n", 42); }',
     "<html><body class='a'>&amp;</body></html>",
     "SELECT * FROM t WHERE a >= 10 AND b <> 'x';",
     "a1b2c3 12345 3.14159 1,000,000 0xdeadbeef 2024-11-30T12:34:56Z ٣٤٥ ①②",
@@ -68,7 +69,9 @@ class PlainBPE:
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(metadata["tokenizer.ggml.merges"])}
         special = [t for t, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True) if kind == 3]
-        self.special = regex.compile("(" + "|".join(regex.escape(t) for t in sorted(special, key=len, reverse=True)) + ")")
+        self.special = regex.compile(
+            "(" + "|".join(regex.escape(t) for t in sorted(special, key=len, reverse=True)) + ")"
+        )
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [b for b in range(256) if b not in printable]
         self.symbols = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -95,7 +98,10 @@ class PlainBPE:
     def _merge(self, word: str) -> list[int]:
         symbols = [self.symbols[b] for b in word.encode()]
         while len(symbols) > 1:
-            ranked = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(zip(symbols, symbols[1:], strict=False))]
+            ranked = [
+                (self.ranks.get(pair, len(self.ranks)), i)
+                for i, pair in enumerate(itertools.pairwise(symbols))
+            ]
             rank, i = min(ranked)
             if rank == len(self.ranks):
                 break
@@ -143,12 +149,18 @@ def test_the_tiny_tokenizer_has_a_token_a_byte(tiny: LoadedModel) -> None:
 CHATS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "What is 2 + 2?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\nthere"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": " c {{ 7 * 7 }} "}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": " c {{ 7 * 7 }} "},
+    ],
 )
 
 
 @pytest.mark.parametrize("messages", CHATS)
-def test_chats_render_as_transformers_renders_them(smollm2: LoadedModel, by_transformers: Any, messages: list[dict[str, str]]) -> None:
+def test_chats_render_as_transformers_renders_them(
+    smollm2: LoadedModel, by_transformers: Any, messages: list[dict[str, str]]
+) -> None:
     wanted = by_transformers.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert smollm2.tokenizer.render_chat(messages) == wanted
     assert smollm2.tokenizer.encode_chat(messages) == smollm2.tokenizer.encode(wanted)

@@ -78,12 +78,12 @@ def stream(served: Served, **kwargs: Any) -> openai.Stream[Any]:
 
 
 def test_sigterm_lets_a_running_request_finish_and_exits_0(serve: Callable[..., Served]) -> None:
-    served = serve()
-    events = iter(stream(served, max_tokens=400))
+    served = serve("--grace", "60")
+    events = iter(stream(served, max_tokens=200))
     next(events)
     served.process.send_signal(signal.SIGTERM)
-    assert len([event for event in events if event.choices]) == 399
-    assert served.process.wait(20) == 0
+    assert len([event for event in events if event.choices]) == 199
+    assert served.process.wait(80) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(served.url + "/health", trust_env=False)
 

@@ -91,7 +91,7 @@ def assert_sources_agree(signal: Signal, prometheus: PrometheusSource, store: Em
 def test_every_signal_equals_what_prometheus_answers_and_both_sources_agree(
     program: Callable[[str], str], prometheus: Callable[..., str], tmp_path: Path
 ) -> None:
-    scrapes = record_scrapes(110, seed=5)
+    scrapes = record_scrapes(90, seed=5)
     text = tmp_path / "scrapes.om"
     text.write_text(openmetrics(scrapes))
     data = tmp_path / "data"

@@ -123,7 +123,10 @@ class BlockPool:
             self.stamps[:] = self._stamp
             self._free.push(np.arange(self.size - 1, -1, -1), self._stamp)
             # Region r holds blocks [edges[r], edges[r + 1]); with less than 32 blocks some regions are empty.
-            self._region_edges = -(-np.arange(REGIONS + 1) * self.size // REGIONS)
+            edges = -(-np.arange(REGIONS + 1) * self.size // REGIONS)
+            self._regions = list(pairwise(edges.tolist()))
+            self._region_sizes = np.diff(edges)
+            self._region_cuts = np.unique(edges[(edges > 0) & (edges < self.size)])
 
     @property
     def allocatable(self) -> int:
@@ -325,20 +328,18 @@ class BlockPool:
         open_ = self.state != ACTIVE
         starts, ends = _runs(open_)
         lengths = ends - starts
-        edges = self._region_edges
         evictable = self.state == EVICTABLE
         # Within its region a run ends at the region's edge: cut runs there.
-        inner = np.unique(edges[1:-1])
-        inner = inner[(inner > 0) & (inner < self.size)]
-        cuts = inner[open_[inner] & open_[inner - 1]]
+        cuts = self._region_cuts
+        cuts = cuts[open_[cuts] & open_[cuts - 1]]
         starts, ends = np.sort(np.concatenate((starts, cuts))), np.sort(np.concatenate((ends, cuts)))
         region, region_lengths = starts * REGIONS // self.size, ends - starts
         region_free_run = np.zeros(REGIONS, dtype=np.int64)
         np.maximum.at(region_free_run, region, region_lengths)
         by_state = np.zeros((REGIONS, 3), dtype=np.int64)
         np.add.at(by_state[:, FREE], region, region_lengths)
-        by_state[:, ACTIVE] = np.diff(edges) - by_state[:, FREE]
-        by_state[:, EVICTABLE] = [np.count_nonzero(evictable[a:b]) for a, b in pairwise(edges.tolist())]
+        by_state[:, ACTIVE] = self._region_sizes - by_state[:, FREE]
+        by_state[:, EVICTABLE] = [np.count_nonzero(evictable[a:b]) for a, b in self._regions]
         by_state[:, FREE] -= by_state[:, EVICTABLE]
         return AddressMap(
             largest_free_run=int(lengths.max(initial=0)),

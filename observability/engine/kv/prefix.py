@@ -138,17 +138,29 @@ class PrefixIndex:
     def _find(self, keys: Keys) -> Blocks:
         """Slot of each key in the flattened table, -1 where absent."""
         slots = np.full(len(keys), -1, dtype=np.int64)
-        which = np.arange(len(keys))
         bucket = keys.astype(np.int64) & self._last_bucket
-        while True:
-            (at,) = (self._keys[bucket] == keys[:, None]).reshape(-1).nonzero()  # [keys, 8], at most one in a row
-            row = at // _BUCKET
-            slots[which[row]] = bucket[row] * _BUCKET + at % _BUCKET
+        (at,) = (self._keys[bucket] == keys[:, None]).reshape(-1).nonzero()  # [keys, 8], at most one in a row
+        row = at // _BUCKET
+        slots[row] = bucket[row] * _BUCKET + at % _BUCKET
+        if self._num_overflowed:
             further = self._overflowed[bucket]
             further[row] = False
-            if not further.any():
-                return slots
-            which, keys, bucket = which[further], keys[further], (bucket[further] + 1) & self._last_bucket
+            if further.any():
+                slots[further] = self._find_further(keys[further], bucket[further])
+        return slots
+
+    def _find_further(self, keys: Keys, bucket: Blocks) -> Blocks:
+        """Slots of keys that are not in `bucket`, which overflowed."""
+        slots = np.full(len(keys), -1, dtype=np.int64)
+        which = np.arange(len(keys))
+        while which.size:
+            bucket = (bucket + 1) & self._last_bucket
+            held = self._keys[bucket] == keys[which, None]
+            found = held.any(axis=1)
+            slots[which[found]] = bucket[found] * _BUCKET + held[found].argmax(axis=1)
+            on = ~found & self._overflowed[bucket]
+            which, bucket = which[on], bucket[on]
+        return slots
 
     def _find_all(self, keys: Keys) -> Blocks:
         slots = self._find(keys)

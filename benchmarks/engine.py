@@ -1,0 +1,184 @@
+"""Speed of the engine on the default model, beside the limit set by matrix products and beside transformers, in one run.
+
+    python benchmarks/engine.py                      32 requests of 256 + 64 tokens, float32
+    python benchmarks/engine.py --kv-dtype int8 --no-transformers --json
+
+The limit is the time that the model's matrix products alone take, in the shapes that the engine's own steps had: no engine on this
+machine with this library can be faster. All three are measured in the same process, `--rounds` times in turn; the best round of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from observability.catalog import COMPONENTS
+from observability.engine.clock import MonotonicClock
+from observability.engine.engine import Engine
+from observability.engine.executor.torch_executor import TorchExecutor
+from observability.engine.model.fetch import fetch_model
+from observability.engine.model.loading import LoadedModel, load_model
+from observability.engine.types import EngineConfig, Request, SamplingParams, StepPlan, StepResult
+from observability.telemetry.recorder import Telemetry
+
+#: Rows of each step's projections, rows of its logits -> how many steps had them.
+Shapes = Counter[tuple[int, int]]
+
+
+class Counting(TorchExecutor):
+    """The executor, noting the shape of every step."""
+
+    shapes: Shapes
+
+    def execute(self, plan: StepPlan, until: float | None = None) -> StepResult:
+        decodes = len(plan.decode)
+        sampled = decodes + sum(chunk.samples for chunk in plan.prefill)
+        self.shapes[sum(chunk.tokens for chunk in plan.prefill) + decodes, sampled] += 1
+        return super().execute(plan, until)
+
+
+def run_engine(
+    loaded: LoadedModel, config: EngineConfig, prompts: list[list[int]], output: int
+) -> tuple[float, Shapes, dict[str, float]]:
+    """(seconds, step shapes, seconds by component) to serve all prompts, given at once."""
+    clock = MonotonicClock()
+    telemetry = Telemetry(
+        loaded.name, executor="torch", virtual=False, device="cpu", kv_dtype=config.kv_dtype, clock=clock.now
+    )
+    executor = Counting(loaded, config, telemetry, clock=clock)
+    executor.shapes = Counter()
+    engine = Engine(config, executor, telemetry)
+    start = clock.now()
+    requests = []
+    for i, prompt in enumerate(prompts):
+        request = Request(f"r{i}", prompt, SamplingParams(max_tokens=output, ignore_eos=True), arrival=start)
+        engine.add(request)
+        requests.append(request)
+    engine.run_until_idle()
+    seconds = clock.now() - start
+    assert all(len(r.output) == output for r in requests)
+    return seconds, executor.shapes, dict(zip(COMPONENTS, telemetry.seconds, strict=True))
+
+
+@torch.inference_mode()
+def run_products(loaded: LoadedModel, shapes: Shapes) -> tuple[float, float]:
+    """(seconds of the matrix products alone in these shapes, their floating-point operations)."""
+    model, total, operations = loaded.model, 0.0, 0.0
+    for (rows, sampled), steps in shapes.items():
+        hidden = torch.randn(rows, loaded.config.hidden_size)
+        inner = torch.randn(rows, loaded.config.intermediate_size)
+        last = torch.randn(sampled, loaded.config.hidden_size)
+        start = time.perf_counter()
+        for layer in model.layers:
+            F.linear(hidden, layer.qkv)
+            torch.mm(hidden, layer.out)
+            F.linear(hidden, layer.gate_up)
+            torch.mm(inner, layer.down)
+        F.linear(last, model.head)
+        total += (time.perf_counter() - start) * steps
+        weights = sum(w.numel() for layer in model.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        operations += 2.0 * (rows * weights + sampled * model.head.numel()) * steps
+    return total, operations
+
+
+def transformers_runner(prompts: list[list[int]], output: int) -> Callable[[], float]:
+    from transformers import AutoModelForCausalLM
+
+    path = fetch_model()
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    ids = torch.tensor(prompts)
+
+    def run() -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output, do_sample=False
+            )
+        seconds = time.perf_counter() - start
+        assert out.shape[1] == ids.shape[1] + output
+        return seconds
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens generated for each")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    loaded = load_model("smollm2-135m")
+    random = np.random.default_rng(0)
+    prompts = random.integers(100, 40_000, (arguments.requests, arguments.prompt)).tolist()
+    length = arguments.prompt + arguments.output
+    config = EngineConfig(
+        max_num_seqs=arguments.requests,
+        num_blocks=arguments.requests * (length // 16 + 2),
+        max_model_len=length,
+        max_queued=arguments.requests,
+        kv_dtype=arguments.kv_dtype,
+    )
+    reference = None if arguments.no_transformers else transformers_runner(prompts, arguments.output)
+    engines, products, references = [], [], []
+    for _ in range(arguments.rounds):
+        engines.append(run_engine(loaded, config, prompts, arguments.output))
+        products.append(run_products(loaded, engines[-1][1]))
+        if reference is not None:
+            references.append(reference())
+    seconds, shapes, components = min(engines, key=lambda run: run[0])
+    product_seconds, operations = min(products)
+    tokens = arguments.requests * length
+    result: dict[str, Any] = {
+        "settings": vars(arguments)
+        | {"torch": torch.__version__, "machine": platform.processor() or platform.machine()},
+        "engine_seconds": seconds,
+        "engine_tokens_per_second": tokens / seconds,
+        "engine_output_tokens_per_second": arguments.requests * arguments.output / seconds,
+        "engine_seconds_by_component": {name: s for name, s in components.items() if s},
+        "steps": sum(shapes.values()),
+        "product_seconds": product_seconds,
+        "product_gflop_per_second": operations / product_seconds / 1e9,
+        "share_of_product_limit": product_seconds / seconds,
+        "rounds": {
+            "engine_seconds": [e[0] for e in engines],
+            "product_seconds": [p[0] for p in products],
+            "transformers_seconds": references,
+        },
+    }
+    if references:
+        result |= {
+            "transformers_seconds": min(references),
+            "transformers_tokens_per_second": tokens / min(references),
+            "times_transformers": min(references) / seconds,
+        }
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"engine        {seconds:8.2f} s  {tokens / seconds:8.0f} tokens/s (prompt and output)")
+    print(f"products only {product_seconds:8.2f} s  {result['product_gflop_per_second']:8.0f} GFLOP/s")
+    print(f"              the engine reaches {result['share_of_product_limit']:.2f} of that limit")
+    if references:
+        print(f"transformers  {min(references):8.2f} s  {result['transformers_tokens_per_second']:8.0f} tokens/s")
+        print(f"              the engine is {result['times_transformers']:.2f} times as fast")
+    for name, spent in result["engine_seconds_by_component"].items():
+        print(f"  {name:16s} {spent:8.2f} s")
+
+
+if __name__ == "__main__":
+    main()
