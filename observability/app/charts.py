@@ -104,7 +104,7 @@ def _time_axis(figure: go.Figure, frame: Frame, *, covered: bool = False) -> Non
             layer="below", name="simulated", **look,
         )  # fmt: skip
     top = figure.layout.yaxis.range[1] if figure.layout.yaxis.range else None
-    crossed = any(shape.name != "simulated" and top and shape.y0 > 0.85 * top for shape in figure.layout.shapes)
+    crossed = any(shape.name != "simulated" and top and shape.y0 > 0.78 * top for shape in figure.layout.shapes)
     figure.add_annotation(
         x=moment(inside[0][0], view.zone), y=1.03 if covered else 1, xref="x", yref="paper", xanchor="left",
         yanchor="bottom" if covered else "top", showarrow=False, text="simulated (virtual time)", name="simulated",
@@ -338,14 +338,7 @@ def forecast(
     if len(ahead):
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)
-        shares = ", ".join(f"{share * 100:g}" for share in sorted(bands))
-        centre(
-            ahead,
-            f"next hour ({shares} %)",
-            mode="lines+markers",
-            line={"color": ORANGE, "width": 2},
-            marker={"size": 5},
-        )
+        centre(ahead, "next hour", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
     _time_axis(figure, frame)
     last = max([moment(view.end, view.zone), *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])
     figure.update_xaxes(range=[moment(view.start, view.zone), last])

@@ -19,7 +19,7 @@ from streamlit.delta_generator import DeltaGenerator
 from observability.app import charts, queries
 from observability.app.findings import Finding
 from observability.app.queries import Freshness
-from observability.app.units import duration
+from observability.app.units import setting
 from observability.app.view import DEFAULT_RANGE, RANGES, View, make_view, moment
 from observability.errors import KvscopeError
 from observability.signals import Signal
@@ -74,7 +74,8 @@ def style() -> None:
     """Adds the style sheet and the script that keeps a reader's zoom; they take no place on the page."""
     folder = Path(__file__).parent
     st.html(folder / "style.css")
-    st.html(f"<script>{(folder / 'keep_zoom.js').read_text()}</script>", unsafe_allow_javascript=True)
+    with st.container(key="script"):
+        st.html(f"<script>{(folder / 'keep_zoom.js').read_text()}</script>", unsafe_allow_javascript=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ def stale_source(fresh: Freshness, zone: str) -> None:
     """Since when nothing new has come."""
     since = f"{moment(fresh.newest or 0, zone):%-d %b %H:%M:%S}"
     banner(
-        "warning", f"Nothing new since {since} ({duration(fresh.age or 0)} ago).",
+        "warning", f"Nothing new since {since} ({setting(round(fresh.age or 0), 'seconds')} ago).",
         "The engine, its exporter or the recorder stopped. What is shown ends there; it goes on by itself when data returns.",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -189,25 +189,33 @@ class Engine:
         they are then published at ticks and at the end only.
         A request that is refused gets outcome "rejected" and the reason as its error.
         """
-        clock = self._clock
-        if not clock.virtual:
+        if not self._clock.virtual:
             raise ConfigError("run() drives virtual time.", next_step="Use loop.EngineThread in real time.")
-        source = iter(requests)
-        pending = next(source, None)
         self._ticking = tick_seconds is not None
+        try:
+            self._drive(iter(requests), serial, tick_seconds or math.inf, on_tick)
+        finally:
+            self._ticking = False
+        self._stay_idle()
+        self.publish()
+
+    def _drive(
+        self, source: Iterator[Request], serial: bool, tick_seconds: float, on_tick: Callable[[float], None] | None
+    ) -> None:
+        clock = self._clock
+        pending = next(source, None)
         start, ticks = clock.now(), 1
-        next_tick = math.inf if tick_seconds is None else start + tick_seconds
+        next_tick = start + tick_seconds
         while True:
             now = clock.now()
             if now >= next_tick:
-                assert tick_seconds is not None
                 self.publish()
                 if on_tick is not None:
                     on_tick(now)
                 while next_tick <= now:
                     ticks += 1
                     next_tick = start + ticks * tick_seconds
-            while pending is not None and (pending.arrival <= now if not serial else not self._has_work):
+            while pending is not None and (not self._has_work if serial else pending.arrival <= now):
                 if serial:
                     pending.arrival = now
                 self._submit(pending)
@@ -222,9 +230,6 @@ class Engine:
                 self._stay_idle()
                 clock.wait_until(event)
                 self._stay_idle()
-        self._ticking = False
-        self._stay_idle()
-        self.publish()
 
     @property
     def _has_work(self) -> bool:

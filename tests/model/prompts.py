@@ -32,7 +32,7 @@ _BODY = (
 
 def new_tokens(length: int) -> int:
     """How many tokens to generate: enough to cross a block, few where the prompt is long."""
-    return 24 if length <= 65 else 12 if length <= 511 else 6
+    return 16 if length <= 65 else 8 if length <= 511 else 4
 
 
 def prompt_ids(tokenizer: Tokenizer, length: int) -> list[int]:

@@ -27,7 +27,7 @@ def test_the_prompts_are_far_from_ties(reference: list[Greedy]) -> None:
     assert [len(g.prompt) for g in reference] == list(PROMPTS)
     assert min(PROMPTS) == 3
     assert max(PROMPTS) == 3000
-    assert min(g.margin for g in reference) > 0.01  # logits agree to about 0.0003
+    assert min(g.margin for g in reference) > 0.005  # logits agree to about 0.0003
 
 
 def test_alone_with_prefix_hits_and_both_layouts(smollm2: LoadedModel, reference: list[Greedy]) -> None:

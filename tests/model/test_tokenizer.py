@@ -98,10 +98,7 @@ class PlainBPE:
     def _merge(self, word: str) -> list[int]:
         symbols = [self.symbols[b] for b in word.encode()]
         while len(symbols) > 1:
-            ranked = [
-                (self.ranks.get(pair, len(self.ranks)), i)
-                for i, pair in enumerate(itertools.pairwise(symbols))
-            ]
+            ranked = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(itertools.pairwise(symbols))]
             rank, i = min(ranked)
             if rank == len(self.ranks):
                 break

@@ -13,7 +13,6 @@ from observability import catalog as c
 from observability.catalog import Family
 from observability.store.evaluate import Key
 
-
 #: The large engine does not export these buckets, which other exporters leave out when they are empty.
 MISSING_BUCKETS = (("le", "0.315"), ("le", "0.4"), ("le", "0.05"))
 
