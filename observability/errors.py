@@ -1,5 +1,7 @@
 """The error tree. Every message names the input, the reason and the next step; the command line prints it and exits non-zero."""
 
+import math
+
 
 class KvscopeError(Exception):
     """Base of every error that a user can cause or act on.
@@ -44,8 +46,8 @@ class QueueFullError(KvscopeError):
     """The bounded waiting queue is full; the client may try again after `retry_after_seconds`."""
 
     def __init__(self, reason: str, *, retry_after_seconds: float) -> None:
-        super().__init__(reason, next_step=f"Retry after {retry_after_seconds:.0f} s.")
-        self.retry_after_seconds = retry_after_seconds
+        self.retry_after_seconds = max(1, math.ceil(retry_after_seconds))
+        super().__init__(reason, next_step=f"Retry after {self.retry_after_seconds} s.")
 
 
 class StoreError(KvscopeError):

@@ -295,26 +295,26 @@ def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
 
 
 def forecast(
-    history: pd.DataFrame, past: pd.DataFrame, ahead: pd.DataFrame, unit: str, frame: Frame, *,
+    came: pd.DataFrame, past: pd.DataFrame, ahead: pd.DataFrame, unit: str, frame: Frame, *,
     median: str, bands: Mapping[float, tuple[str, str]], bounded: bool = False,
 ) -> go.Figure:  # fmt: skip
     """What came, what was forecast an hour before it (widest band faint), and what is forecast now with its bands.
 
-    `history`: time, value. `past` and `ahead`: time, `median` and the columns of `bands` (share -> lower, upper), in the
-    unit of the signal. A forecast is about the ten minutes before its time and is drawn at their middle.
+    All are means over the ten minutes before their `time`, in the unit of the signal, drawn at the middle of these.
+    `came` has time, value; `past` and `ahead` have time, `median` and the columns of `bands` (share -> lower, upper).
     """
     figure = _base(frame.height, hovermode="x unified")
     view, widest = frame.view, bands[max(bands)]
-    tops = [float(top.max()) for top in (history["value"], past[median], ahead[widest[1]]) if len(top)]
+    tops = [float(top.max()) for top in (came["value"], past[median], ahead[widest[1]]) if len(top)]
     factor = _value_axis(figure, unit, max(tops, default=0.0), frame.lines, bounded)
 
-    def middle(data: pd.DataFrame) -> pd.DatetimeIndex:
-        return shown(pd.DatetimeIndex(data["time"]) - pd.Timedelta(minutes=5), view.zone)
+    def middle(times: pd.Series | pd.DatetimeIndex) -> pd.DatetimeIndex:
+        return shown(pd.DatetimeIndex(times) - pd.Timedelta(minutes=5), view.zone)
 
     def band(data: pd.DataFrame, share: float, colour: str) -> None:
         for column, fill in zip(bands[share], (None, "tonexty"), strict=True):
             figure.add_scatter(
-                x=middle(data), y=data[column] * factor, mode="lines", line={"width": 0}, fill=fill,
+                x=middle(data["time"]), y=data[column] * factor, mode="lines", line={"width": 0}, fill=fill,
                 fillcolor=faded(colour, 0.16), hoverinfo="skip", showlegend=False,
             )  # fmt: skip
 
@@ -324,23 +324,25 @@ def forecast(
             for m, low, high in zip(data[median], data[widest[0]], data[widest[1]], strict=True)
         ]
         figure.add_scatter(
-            x=middle(data), y=data[median] * factor, name=name, customdata=texts, hovertemplate="%{customdata}", **look
-        )
+            x=middle(data["time"]), y=data[median] * factor, name=name, customdata=texts, hovertemplate="%{customdata}", **look
+        )  # fmt: skip
 
     if len(past):
         band(past, max(bands), STEEL)
         centre(past, "forecast 1 h ago", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
-    values = on_grid(history, view)
+    means = came.set_index("time")["value"].resample("10min").mean()  # a missing ten minutes breaks the line
     figure.add_scatter(
-        x=shown(view.times, view.zone), y=values * factor, mode="lines", name="measured", line={"color": BLUE, "width": 1.8},
-        customdata=_hover(values, unit), hovertemplate="%{customdata}",
+        x=middle(pd.DatetimeIndex(means.index)), y=means * factor, mode="lines+markers", name="measured",
+        line={"color": BLUE, "width": 1.8}, marker={"size": 3}, customdata=_hover(means, unit), hovertemplate="%{customdata}",
     )  # fmt: skip
     if len(ahead):
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)
         centre(ahead, "next hour", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
     _time_axis(figure, frame)
-    last = max([moment(view.end, view.zone), *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])
-    figure.update_xaxes(range=[moment(view.start, view.zone), last])
-    figure.add_vline(x=moment(view.end, view.zone), line={"color": GREY, "width": 1, "dash": "dot"})
+    now = moment(view.end, view.zone)
+    figure.update_xaxes(
+        range=[moment(view.start, view.zone), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])]
+    )
+    figure.add_vline(x=now, line={"color": GREY, "width": 1, "dash": "dot"})
     return figure

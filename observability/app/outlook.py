@@ -71,16 +71,29 @@ class Outlook:
         return MODEL_TITLES[self.model]
 
 
-def outlooks(source: SeriesSource, view: View, signal: Signal) -> list[Outlook]:
-    """What each model says about `signal`, as of the end of the view. Their accuracy is over the origins of the last three
-    days from which every model made a forecast, so that it can be compared (as `kvscope forecast` does)."""
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """`came`: what was measured inside the view as a forecast means it (time: end of ten minutes, value: their mean), and
+    what each model says."""
+
+    came: pd.DataFrame
+    models: list[Outlook]
+
+
+def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
+    """`signal` as of the end of the view. The accuracy of the models is over the origins of the last three days from which
+    every one of them made a forecast, so that it can be compared (as `kvscope forecast` does)."""
     actual = ten_minute_means(source, view, signal)
-    now, since = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.end, view.end - SCORED_SECONDS))
+    start, now, since = (
+        pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end, view.end - SCORED_SECONDS)
+    )
     stored = {model: source.forecasts(signal.name, view.where, model) for model in MODELS}
     stored = {model: frame[frame["origin"] <= now] for model, frame in stored.items()}
     made = [set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"]) for frame in stored.values()]
     shared = set.intersection(*made)
-    return [_outlook(view, signal, model, frame, actual, shared) for model, frame in stored.items()]
+    models = [_outlook(view, signal, model, frame, actual, shared) for model, frame in stored.items()]
+    came = actual[actual.index > start]
+    return Prospect(pd.DataFrame({"time": came.index, "value": came.to_numpy()}), models)
 
 
 def _outlook(
@@ -112,9 +125,9 @@ def _accuracy(known: pd.DataFrame) -> Accuracy | None:
 
 
 def ten_minute_means(source: SeriesSource, view: View, signal: Signal) -> pd.Series:
-    """What came: the mean of `signal` over each whole 10 minutes of the scored time, by their end (UTC)."""
+    """The mean of `signal` over each whole 10 minutes of the view and of the scored time, by their end (UTC)."""
     end = grid_step(view.end)
-    start = end - SCORED_SECONDS
+    start = min(end - SCORED_SECONDS, grid_step(view.start))
     frame = source.range(signal.name, start + READ_STEP, end, READ_STEP, view.where)
     seconds = frame["time"].to_numpy(dtype="datetime64[s]").astype("int64").astype("float64")
     ends, means = on_grid(seconds, frame["value"].to_numpy(dtype="float64"), start, end)

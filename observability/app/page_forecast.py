@@ -23,7 +23,7 @@ QUESTIONS = {
 }
 HEIGHT = 385
 NOTE = (
-    "A forecast is about the mean of each ten minutes; it is drawn at their middle. Dotted: what was forecast one hour before, "
+    "All values are means of ten minutes, drawn at their middle, measured ones too. Dotted: what was forecast one hour before, "
     "with its 95 % interval. Bands: 50, 80 and 95 %. Mean error and coverage compare the stored forecasts of the last three days with what came: "
     "a good 95 % interval covers 95 %, and a model is worth having where its error is below that of the last value. "
     "Forecasts are made by `kvscope forecast`, never by this page."
@@ -39,7 +39,9 @@ def draw(context: Context) -> None:
     for column, signal in zip(st.columns(len(outlook.FORECAST_SIGNALS)), outlook.FORECAST_SIGNALS, strict=True):
         write = functools.partial(_forecast, signal=signal, model=model or "prophet")
         with column:
-            ui.text_card(context, _key(signal), QUESTIONS[signal.name], "", [signal], write, height=HEIGHT, note=NOTE)
+            ui.text_card(
+                context, _key(signal), QUESTIONS[signal.name], "10-min means", [signal], write, height=HEIGHT, note=NOTE
+            )
 
 
 def _key(signal: Signal) -> str:
@@ -48,19 +50,19 @@ def _key(signal: Signal) -> str:
 
 def _forecast(context: Context, signal: Signal, model: str) -> Content:
     source, view = context.source, context.view
-    seen = outlook.outlooks(source, view, signal)
-    history = queries.over_time(source, view, signal)
+    prospect = outlook.prospect(source, view, signal)
+    seen = prospect.models
     chosen = next(each for each in seen if each.model == model)
-    if history.empty and chosen.ahead.empty:
-        return Content(absent=ui.why_absent(context, [signal]))
     if all(each.origin is None for each in seen):
+        if prospect.came.empty:
+            return Content(absent=ui.why_absent(context, [signal]))
         return Content(
             absent="No forecast has been stored for this series. Start `kvscope forecast` beside the recorder."
         )
     threshold = queries.threshold_of(signal)
     lines = () if threshold is None else (charts.Line(threshold, setting(threshold, signal.unit)),)
     figure = charts.forecast(
-        history, chosen.past, chosen.ahead, signal.unit, charts.Frame(view, context.simulated, lines, HEIGHT),
+        prospect.came, chosen.past, chosen.ahead, signal.unit, charts.Frame(view, context.simulated, lines, HEIGHT),
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
     data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True)

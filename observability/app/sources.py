@@ -18,6 +18,8 @@ from observability.store.source import ANY, SeriesSource
 
 #: Seconds that a read is shared: the shortest time between two refreshes, so that each of them reads once.
 TTL = float(FASTEST_REFRESH)
+#: Forecasts are made every ten minutes, and all stored ones are read.
+FORECAST_TTL = 60.0
 #: Reads kept for the time in which the source cannot be asked.
 MAX_KEPT = 1000
 
@@ -41,7 +43,7 @@ def _latest(spec: str, signal: str, where: _Where) -> pd.DataFrame:
     return _opened(spec).latest(signal, dict(where))
 
 
-@st.cache_data(ttl=TTL, max_entries=500, show_spinner=False)
+@st.cache_data(ttl=FORECAST_TTL, max_entries=100, show_spinner=False)
 def _forecasts(spec: str, signal: str, where: _Where, model: str) -> pd.DataFrame:
     return _opened(spec).forecasts(signal, dict(where), model)
 

@@ -204,7 +204,7 @@ class Engine:
     ) -> None:
         clock = self._clock
         pending = next(source, None)
-        start, ticks = clock.now(), 1
+        start = clock.now()
         next_tick = start + tick_seconds
         while True:
             now = clock.now()
@@ -212,9 +212,7 @@ class Engine:
                 self.publish()
                 if on_tick is not None:
                     on_tick(now)
-                while next_tick <= now:
-                    ticks += 1
-                    next_tick = start + ticks * tick_seconds
+                next_tick = start + ((now - start) // tick_seconds + 1.0) * tick_seconds
             while pending is not None and (not self._has_work if serial else pending.arrival <= now):
                 if serial:
                     pending.arrival = now
@@ -228,7 +226,8 @@ class Engine:
                 break
             else:
                 self._stay_idle()
-                clock.wait_until(event)
+                # However long the gap, nothing happens in it: one jump, unless somebody wants to look at each tick.
+                clock.wait_until(next_arrival if on_tick is None else event)
                 self._stay_idle()
 
     @property

@@ -5,7 +5,6 @@ Nothing here knows about HTTP connections or the engine's threads; server.py doe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -58,7 +57,7 @@ def api_error(error: KvscopeError) -> ApiError:
             type="rate_limit_error",
             code="queue_full",
             next_step=error.next_step,
-            headers={"Retry-After": str(max(1, math.ceil(error.retry_after_seconds)))},
+            headers={"Retry-After": str(error.retry_after_seconds)},
         )
     if isinstance(error, RequestError):
         return ApiError(400, error.reason, param=error.param, code="invalid_value", next_step=error.next_step)
@@ -103,7 +102,9 @@ class GenerationBody(_Body):
         """Raises ApiError (400) for a field that this server would have to ignore silently."""
         for name, neutral in self.neutral.items():
             value = (self.model_extra or {}).get(name)
-            if value is not None and value not in neutral:
+            if value is not None and not any(
+                value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+            ):
                 raise ApiError(
                     400,
                     f"{name} is not supported by this server.",

@@ -23,6 +23,8 @@ from observability.errors import ConfigError, TraceError
 PART_TOKENS = 512
 """Tokens that one Mooncake hash stands for."""
 MAX_TOKENS = 10_000_000
+MAX_SECONDS = 366 * 86400.0
+"""A trace spans a year at most; more is a timestamp in another unit than it should be."""
 """A longer prompt or output is a fault of the file: no model serves it."""
 MAX_LINE_BYTES = 1 << 20
 """Room for the hashes of a MAX_TOKENS prompt; a longer line is refused before it is held in memory."""
@@ -113,8 +115,10 @@ def window(
     """The part of a load that read_trace describes, faster by time_scale; reads no further than it must.
 
     Raises ConfigError at once for a value out of range."""
-    if not (math.isfinite(time_scale) and time_scale > 0):
-        raise ConfigError(f"time_scale is {time_scale}; it must be a positive number.", next_step="Give 2, say.")
+    if not 1e-3 <= time_scale <= 1e6:
+        raise ConfigError(
+            f"time_scale is {time_scale}; it must lie between 0.001 and 1,000,000.", next_step="Give 2, say."
+        )
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; it must be at least 1.", next_step="Leave it out to replay everything.")
     if not (math.isfinite(start_seconds) and start_seconds >= 0):
@@ -137,6 +141,13 @@ def _requests(path: Path, part_tokens: int) -> Iterator[TraceRequest]:
             raise _trace_error(path, number, f"arrives {previous - row.seconds:.3f} s before the line above it")
         previous = row.seconds
         first = row.seconds if first is None else first
+        if row.seconds - first > MAX_SECONDS:
+            raise _trace_error(
+                path,
+                number,
+                f"arrives {(row.seconds - first) / 86400:.3g} days after the first request",
+                "Check the unit of the timestamps: milliseconds.",
+            )
         if row.hash_ids is None:  # distinct: hashes that no other request of this file has
             parts = -(-row.prompt_tokens // PART_TOKENS)
             hash_ids = tuple(range(next_hash, next_hash + parts))

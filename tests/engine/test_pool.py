@@ -175,16 +175,18 @@ def test_a_sequence_continues_over_free_and_old_blocks_but_not_over_what_was_jus
         blocks = pool.take_range(start, 4)
         pool.register(blocks, np.arange(key, key + 4, dtype=np.uint64))
         pool.release(blocks)
-    held = pool.take_range(28, 1)
     assert pool.can_continue(4, 4), "free"
-    assert pool.can_continue(6, 4), "free and oldest"
+    assert not pool.can_continue(6, 4), "nothing cached is given up while free blocks are left"
+    held = pool.take(15)
+    assert pool.num_free == 1
+    assert pool.can_continue(8, 4), "oldest"
     assert pool.can_continue(12, 4)
     assert not pool.can_continue(20, 4), "newest"
     assert not pool.can_continue(12, 12)
-    assert not pool.can_continue(26, 3), "in use"
-    assert not pool.can_continue(30, 3), "past the end"
+    assert not pool.can_continue(22, 8), "in use"
     pool.release(held)
-    assert pool.can_continue(26, 3)
+    assert not pool.can_continue(30, 3), "past the end"
+    assert pool.can_continue(30, 2)
 
 
 def test_a_cached_prefix_shrinks_from_its_end():

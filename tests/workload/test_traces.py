@@ -252,3 +252,19 @@ def test_any_damage_ends_in_requests_or_a_trace_error_never_in_a_crash(
         requests.extend(read_trace(path))
     assert all(1 <= r.prompt.length <= 10_000_000 and r.output_tokens >= 1 for r in requests)
     assert all(len(r.prompt.hash_ids) == -(-r.prompt.length // 512) for r in requests)
+
+
+def test_timestamps_in_another_unit_are_refused_with_the_line(tmp_path: Path) -> None:
+    """Microseconds in place of milliseconds: the second request would arrive after years."""
+    file = tmp_path / "micro.jsonl"
+    line = '{{"timestamp": {}, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}}\n'
+    file.write_text(line.format(0) + line.format(86_400_000_000_000))
+    with pytest.raises(TraceError, match=r"(?s)2.*days after the first.*milliseconds"):
+        list(read_trace(file))
+
+
+def test_absolute_timestamps_count_from_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "epoch.jsonl"
+    line = '{{"timestamp": {}, "input_length": 600, "output_length": 9, "hash_ids": [0, 1]}}\n'
+    file.write_text(line.format(1_795_980_000_000) + line.format(1_795_980_001_500))
+    assert [r.arrival_seconds for r in read_trace(file)] == [0.0, 1.5]

@@ -167,8 +167,8 @@ class BlockPool:
     def can_continue(self, start: int, count: int) -> bool:
         """Whether a sequence that ends right before block `start` may take_range(start, count) for the sake of adjacency.
 
-        Not for the price of content that was released in the newer half of the time that the pool remembers: behind a popular
-        prefix lie the newest sequences with that prefix, and each would wipe out the one before. An unbounded pool spares all content.
+        Never at the price of content while there are free blocks elsewhere, nor of content released in the newer half of the time that
+        the pool remembers: behind a popular prefix lie the newest sequences with it, and each would wipe out the one before.
         """
         states = self.state[start : min(start + count, self.size)]
         if not self.bounded:
@@ -178,6 +178,8 @@ class BlockPool:
         cached = states == EVICTABLE
         if not cached.any():
             return True
+        if self.num_free >= count:
+            return False
         newest = int(self.stamps[start : start + count][cached].max())
         return 2 * newest <= self._lru.oldest(self.stamps) + self._stamp
 

@@ -1,0 +1,126 @@
+"""The forecast page's numbers, against plain loops over the stored forecasts and rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from observability.app import charts, outlook
+from observability.app.page_forecast import between, error, headline, models_table
+from observability.app.view import View
+from observability.forecast.backtest import scores
+from observability.forecast.series import read_series
+from observability.forecast.types import HORIZON_STEPS, LEVELS, MODELS, Forecast
+from observability.store.embedded import EmbeddedStore, create
+from tests.app import synthetic
+
+SIGNAL = outlook.FORECAST_SIGNALS[0]
+
+
+@pytest.fixture(scope="module")
+def view(end: float) -> View:
+    return View(synthetic.MODEL, end - 3600, end, 15.0)
+
+
+def mean_of_rows(rows: dict[str, pd.DataFrame], until: float) -> float | None:
+    frame = rows[SIGNAL.name]
+    values = [v for t, v in zip(frame["time"], frame["value"], strict=True) if until - 600 < t.timestamp() <= until]
+    return fmean(values) if len(values) >= 5 else None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_error_and_coverage_are_those_of_every_stored_step_against_the_mean_that_came(
+    source: EmbeddedStore, rows: dict[str, pd.DataFrame], view: View, model: str
+) -> None:
+    seen = {each.model: each for each in outlook.prospect(source, view, SIGNAL).models}[model]
+    errors, inside, hindcasts = [], [], []
+    for made in source.stored_forecasts(SIGNAL.name, view.where, model):
+        for time, quantiles in zip(made.times, made.quantiles, strict=True):
+            came = mean_of_rows(rows, time)
+            if came is not None:
+                errors.append(abs(quantiles[LEVELS.index(0.5)] - came))
+                inside.append(quantiles[0] <= came <= quantiles[-1])
+                hindcasts.append(made.hindcast)
+    assert len(errors) > 40
+    accuracy = seen.accuracy
+    assert accuracy is not None
+    assert accuracy.mae == pytest.approx(fmean(errors))
+    assert accuracy.coverage == pytest.approx(fmean(inside))
+    assert (accuracy.outcomes, accuracy.hindcasts) == (len(errors), pytest.approx(fmean(hindcasts)))
+
+
+def test_the_page_and_the_forecast_command_agree_on_accuracy(source: EmbeddedStore, view: View) -> None:
+    (series,) = read_series(source, SIGNAL, view.end)
+    stored = {model: source.stored_forecasts(SIGNAL.name, view.where, model) for model in MODELS}
+    for score, seen in zip(
+        scores(series, view.end, stored), outlook.prospect(source, view, SIGNAL).models, strict=True
+    ):
+        assert seen.accuracy is not None
+        assert (score.model, score.targets) == (seen.model, seen.accuracy.outcomes)
+        assert (score.mae, score.coverage) == (pytest.approx(seen.accuracy.mae), pytest.approx(seen.accuracy.coverage))
+
+
+def test_past_forecasts_are_those_made_one_hour_before_their_time(source: EmbeddedStore, view: View) -> None:
+    for seen in outlook.prospect(source, view, SIGNAL).models:
+        assert len(seen.past)
+        assert (seen.past["time"] - seen.past["origin"] == pd.Timedelta(hours=1)).all()
+        assert (
+            seen.past["time"]
+            .between(pd.Timestamp(view.start, unit="s", tz="UTC"), pd.Timestamp(view.end, unit="s", tz="UTC"))
+            .all()
+        )
+        assert len(seen.ahead) == HORIZON_STEPS
+        assert seen.flags == ("short_history",)
+
+
+def test_the_chart_holds_what_came_the_past_and_the_next_hour_with_three_bands(
+    source: EmbeddedStore, view: View
+) -> None:
+    found = outlook.prospect(source, view, SIGNAL)
+    seen = found.models[0]
+    figure = charts.forecast(
+        found.came, seen.past, seen.ahead, SIGNAL.unit, charts.Frame(view), median=outlook.MEDIAN, bands=outlook.BANDS
+    )
+    named = {trace.name: trace for trace in figure.data if trace.name}
+    assert set(named) == {"forecast 1 h ago", "measured", "next hour"}
+    np.testing.assert_allclose(named["next hour"].y, seen.ahead[outlook.MEDIAN])
+    np.testing.assert_allclose(np.array(named["measured"].y, dtype=float), found.came["value"])
+    middles = pd.DatetimeIndex(seen.ahead["time"]).tz_localize(None) - pd.Timedelta(minutes=5)
+    assert list(pd.DatetimeIndex(named["next hour"].x)) == list(middles)
+    filled = [trace for trace in figure.data if trace.fill == "tonexty"]
+    assert len(filled) == 1 + len(outlook.BANDS)
+
+
+def test_a_refused_forecast_says_why_and_none_is_invented(
+    tmp_path: Path, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    store = create(tmp_path / "store.db")
+    store.append(SIGNAL.name, rows[SIGNAL.name])
+    refusal = Forecast(
+        SIGNAL.name, view.where, "prophet", view.end - 60, np.empty((0, len(LEVELS))), refused="only 2 steps"
+    )
+    store.add_forecasts([refusal])
+    prophet, last = outlook.prospect(store, view, SIGNAL).models
+    assert prophet.ahead.empty
+    assert prophet.accuracy is None
+    assert "only 2 steps" in headline(prophet, view.end)
+    assert last.origin is None
+    table = models_table([prophet, last], SIGNAL, "UTC")
+    assert table.count("–") == 5
+    assert "0 req/s" not in table
+
+
+def test_the_better_model_is_marked_and_a_tie_is_not(source: EmbeddedStore, view: View) -> None:
+    prophet, last = outlook.prospect(source, view, SIGNAL).models
+    assert "best" not in models_table([prophet, last], SIGNAL, "UTC"), "the synthetic medians are equal"
+
+
+def test_intervals_and_errors_read_well() -> None:
+    assert between(0.109, 0.215, "requests/s") == "0.109 to 0.215 req/s"
+    assert between(0.9, 1.2, "seconds") == "900 ms to 1.20 s"
+    assert error(0.0399, "ratio") == "3.99 points"
+    assert error(0.156, "requests/s") == "0.156 req/s"
