@@ -59,7 +59,13 @@ def _prepare(settings: DemoSettings, store: Path) -> None:
 
     if settings.model == "smollm2-135m":
         fetch_model()
-    make_history(store, days=settings.days, model=settings.model)
+    make_history(store, days=settings.days, model=_served_name(settings.model))
+
+
+def _served_name(model: str) -> str:
+    """The `model` label that the engine will give its series, so that the simulated ones join them."""
+    path = Path(model)
+    return path.stem if path.is_file() else path.resolve().name if path.is_dir() else model
 
 
 def _services(settings: DemoSettings, store: Path, engine_url: str, app_url: str) -> list[Service]:

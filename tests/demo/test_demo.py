@@ -14,6 +14,7 @@ import httpx
 import pandas as pd
 import pytest
 
+from observability.demo import _served_name
 from observability.store.embedded import EmbeddedStore
 from tests.conftest import wait_for
 
@@ -101,3 +102,11 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, free_por
     assert f"127.0.0.1:{port}" in said
     assert "next:" in said
     assert processes_using(tmp_path / "data") == []
+
+
+def test_the_history_of_a_model_by_path_joins_the_served_series(tmp_path: Path) -> None:
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    assert _served_name(str(file)) == "weights"
+    assert _served_name(str(tmp_path) + "/.") == tmp_path.name
+    assert _served_name("smollm2-135m") == "smollm2-135m"
