@@ -40,7 +40,6 @@ COLOURS: dict[str, str] = {
 }  # fmt: skip
 OBJECTIVE_LINE = RED
 _SIMULATED_FILL = "rgba(130,105,212,0.09)"
-_MARGIN = {"l": 8, "r": 8, "t": 4, "b": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,78 +65,115 @@ def readable(label: str) -> str:
     return label.replace("_", " ").replace("kv ", "KV ")
 
 
-def _base(height: int, **layout: Any) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        height=height,
-        margin=_MARGIN,
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "font": {"size": 11},
-                "title": None, "entrywidth": 0},
-        font={"size": 11},
-        hoverlabel={"font": {"size": 12}},
-        **layout,
-    )  # fmt: skip
-    figure.update_yaxes(automargin=True, zeroline=False, nticks=5, title=None)
-    figure.update_xaxes(automargin=True, zeroline=False, showgrid=False, title=None)
-    return figure
+class _Sheet:
+    """A figure in the making, as plain dictionaries that Plotly checks once: its own updates cost ten times as much."""
+
+    def __init__(self, height: int, **layout: Any) -> None:
+        self.traces: list[dict[str, Any]] = []
+        self.x: dict[str, Any] = {"automargin": True, "zeroline": False, "showgrid": False}
+        self.y: dict[str, Any] = {"automargin": True, "zeroline": False, "nticks": 5}
+        self.margin = {"l": 8, "r": 8, "t": 4, "b": 4}
+        self.shapes: list[dict[str, Any]] = []
+        self.notes: list[dict[str, Any]] = []
+        self.layout: dict[str, Any] = {
+            "height": height,
+            "font": {"size": 11},
+            "hoverlabel": {"font": {"size": 12}},
+            **layout,
+        }
+
+    def add(self, kind: str, **trace: Any) -> None:
+        """Adds a trace."""
+        self.traces.append({"type": kind, **trace})
+
+    def note(self, text: str, colour: str, **place: Any) -> None:
+        """Adds small text in paper coordinates unless `place` says otherwise."""
+        look = {
+            "text": text,
+            "showarrow": False,
+            "font": {"size": 10, "color": colour},
+            "xref": "paper",
+            "yref": "paper",
+        }
+        self.notes.append(look | place)
+
+    def rule(self, colour: str, dash: str, *, x: Any = None, y: float | None = None) -> None:
+        """A straight line over the whole plot, at `x` or at `y`."""
+        ends = {"y0": 0, "y1": 1, "yref": "paper", "x0": x, "x1": x} if y is None else {"x0": 0, "x1": 1, "xref": "paper", "y0": y, "y1": y}  # fmt: skip
+        self.shapes.append({"type": "line", **ends, "line": {"color": colour, "width": 1.2, "dash": dash}})
+
+    def figure(self) -> go.Figure:
+        """The finished figure."""
+        legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "entrywidth": 0,
+                  "font": {"size": 11}, "traceorder": "normal"}  # fmt: skip
+        layout = {
+            "xaxis": self.x,
+            "yaxis": self.y,
+            "margin": self.margin,
+            "shapes": self.shapes,
+            "annotations": self.notes,
+        }
+        return go.Figure(self.traces, {"legend": legend, **layout, **self.layout})
 
 
-def _tick_format(view: View) -> str:
-    return "%H:%M" if view.seconds <= 86400 else "%-d %b %H:%M" if view.seconds <= 3 * 86400 else "%-d %b"
-
-
-def _time_axis(figure: go.Figure, frame: Frame, *, covered: bool = False) -> None:
+def _time_axis(sheet: _Sheet, frame: Frame, *, covered: bool = False) -> None:
     """The time axis of the view, with simulated spans shaded; where the chart is `covered`, a bar over it marks them."""
     view = frame.view
-    figure.update_xaxes(
-        type="date", range=[moment(view.start, view.zone), moment(view.end, view.zone)], nticks=6, tickformat=_tick_format(view)
-    )  # fmt: skip
-    inside = [(max(a, view.start), min(b, view.end)) for a, b in frame.simulated if b > view.start and a < view.end]
+    sheet.x |= {"type": "date", "range": [moment(view.start, view.zone), moment(view.end, view.zone)]}
+    days = {"tickformat": "%-d %b", "dtick": 86_400_000 * (1 if view.seconds < 5 * 86400 else 2)}  # at midnight
+    sheet.x |= days if view.seconds > 86400 else {"tickformat": "%H:%M", "nticks": 6}
+    inside = _inside(frame.simulated, view)
     if not inside:
         return
-    look = (
-        {"y0": 1.01, "y1": 1.03, "fillcolor": VIOLET} if covered else {"y0": 0, "y1": 1, "fillcolor": _SIMULATED_FILL}
-    )
+    top = sheet.y["range"][1] if "range" in sheet.y else np.inf
+    crossed = any(shape.get("xref") == "paper" and shape["y0"] > 0.78 * top for shape in sheet.shapes)
+    height = {"y0": 1.01, "y1": 1.03} if covered else {"y0": 0, "y1": 1}
     for low, high in inside:
-        figure.add_shape(
-            type="rect", xref="x", yref="paper", x0=moment(low, view.zone), x1=moment(high, view.zone), line_width=0,
-            layer="below", name="simulated", **look,
-        )  # fmt: skip
-    top = figure.layout.yaxis.range[1] if figure.layout.yaxis.range else None
-    crossed = any(shape.name != "simulated" and top and shape.y0 > 0.78 * top for shape in figure.layout.shapes)
-    figure.add_annotation(
-        x=moment(inside[0][0], view.zone), y=1.03 if covered else 1, xref="x", yref="paper", xanchor="left",
-        yanchor="bottom" if covered else "top", showarrow=False, text="simulated (virtual time)", name="simulated",
-        font={"size": 10, "color": VIOLET}, xshift=2, yshift=-13 if crossed else 0,
+        ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "yref": "paper", **height}
+        look = {"fillcolor": VIOLET if covered else _SIMULATED_FILL, "line": {"width": 0}, "layer": "below"}
+        sheet.shapes.append({"type": "rect", "name": "simulated", **ends, **look})
+    low, high = inside[0]
+    late = low > view.start + 0.5 * view.seconds  # little room to the right of its start
+    sheet.note(
+        "simulated (virtual time)", VIOLET, name="simulated", x=moment(high if late else low, view.zone), xref="x",
+        xanchor="right" if late else "left", xshift=-2 if late else 2, y=1.03 if covered else 1,
+        yanchor="bottom" if covered else "top", yshift=-13 if crossed else 0,
     )  # fmt: skip
     if covered:
-        figure.update_layout(margin_t=20)
+        sheet.margin["t"] = 20
 
 
-def _value_axis(figure: go.Figure, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
+def _inside(spans: Sequence[tuple[float, float]], view: View) -> list[tuple[float, float]]:
+    """The parts of `spans` inside the view; those that a few points apart from each other are one."""
+    merged: list[tuple[float, float]] = []
+    for low, high in sorted(
+        (max(a, view.start), min(b, view.end)) for a, b in spans if b > view.start and a < view.end
+    ):
+        if merged and low - merged[-1][1] <= max(2 * view.step, 120.0):
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _value_axis(sheet: _Sheet, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
     """Sets the y axis for values up to `largest` in `unit`; returns the factor that values are drawn with."""
     top = max([largest, *(line.value for line in lines if line.value <= 4 * largest)])
     factor, name = axis_unit(unit, top)
     if unit in ("requests", "blocks", "tokens"):
         top = max(top, 3.0)  # whole things: no ticks between 0 and 1
-    told = any(line.value > top * 1.12 for line in lines)  # in words, over the data
-    ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if told else 1.12)
+    far = [line for line in lines if line.value > top * 1.12 and not bounded]
+    ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if far else 1.12)
     suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
-    figure.update_yaxes(range=[0, ceiling * factor], ticksuffix=suffix)
+    sheet.y |= {"range": [0, ceiling * factor], "ticksuffix": suffix}
     for line in lines:
-        if line.value > top * 1.12 and not bounded:
-            # Far above all data: drawn to scale it would flatten the data, so it is told in words.
-            figure.add_annotation(
-                x=1, y=1, xref="paper", yref="paper", xanchor="right", yanchor="top", showarrow=False, name="line",
-                text=f"{line.label} ↑", font={"size": 10, "color": OBJECTIVE_LINE},
-            )  # fmt: skip
+        if line in far:  # drawn to scale it would flatten the data, so it is told in words
+            sheet.note(f"{line.label} ↑", OBJECTIVE_LINE, x=1, y=1, xanchor="right", yanchor="top")
             continue
-        figure.add_hline(y=line.value * factor, line={"color": OBJECTIVE_LINE, "width": 1.2, "dash": "dash"})
-        figure.add_annotation(
-            x=1, y=line.value * factor, xref="paper", yref="y", xanchor="left", yanchor="middle", showarrow=False,
-            xshift=2, text=line.label, font={"size": 10, "color": OBJECTIVE_LINE}, name="line",
-        )  # fmt: skip
-        figure.update_layout(margin_r=6 + 6 * len(line.label))
+        at = line.value * factor
+        sheet.rule(OBJECTIVE_LINE, "dash", y=at)
+        sheet.note(line.label, OBJECTIVE_LINE, x=1, y=at, yref="y", xanchor="left", yanchor="middle", xshift=2)
+        sheet.margin["r"] = 6 + 6 * len(line.label)
     return factor
 
 
@@ -154,24 +190,25 @@ def lines(
     data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()
 ) -> go.Figure:
     """One line a series. `data`: time, value and optionally series. `bounded`: the axis ends at 1 (shares)."""
-    figure = _base(frame.height, hovermode="x unified")
+    sheet = _Sheet(frame.height, hovermode="x unified")
     if "series" not in data:
         data = data.assign(series="")
-    factor = _value_axis(figure, unit, float(data["value"].max()), frame.lines, bounded)
+    factor = _value_axis(sheet, unit, float(data["value"].max()), frame.lines, bounded)
     names = [n for n in order if n in set(data["series"])] or sorted(data["series"].unique())
     for i, name in enumerate(names):
         values = on_grid(data[data["series"] == name], frame.view)
         lonely = values.notna() & values.shift().isna() & values.shift(-1).isna()  # a point between gaps has no line
-        figure.add_scatter(
+        sheet.add(
+            "scatter",
             x=shown(pd.DatetimeIndex(values.index), frame.view.zone), y=values * factor, name=readable(name), mode="lines+markers",
             line={"color": COLOURS.get(name, SERIES[i % len(SERIES)]), "width": 1.8},
             marker={"size": np.where(lonely, 4, 0)},
             customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
-            figure.data[0].update(fill="tozeroy", fillcolor=faded(COLOURS.get(name, SERIES[0]), 0.10))
-    _time_axis(figure, frame)
-    return figure
+            sheet.traces[0] |= {"fill": "tozeroy", "fillcolor": faded(COLOURS.get(name, SERIES[0]), 0.10)}
+    _time_axis(sheet, frame)
+    return sheet.figure()
 
 
 def faded(colour: str, opacity: float) -> str:
@@ -182,11 +219,11 @@ def faded(colour: str, opacity: float) -> str:
 
 def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> go.Figure:
     """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
-    figure = _base(frame.height, hovermode="x unified")
+    sheet = _Sheet(frame.height, hovermode="x unified")
     wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
     present = [name for name in order if name in wide]
     wide = wide[present]
-    factor = _value_axis(figure, unit, float(wide.sum(axis=1).max()), frame.lines, bounded=share)
+    factor = _value_axis(sheet, unit, float(wide.sum(axis=1).max()), frame.lines, bounded=share)
     times = wide.index.to_series()
     piece = (times.diff() > pd.Timedelta(seconds=1.5 * frame.view.step)).cumsum()
     for number, (_, part) in enumerate(wide.groupby(piece)):
@@ -197,70 +234,70 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
         for i, name in enumerate(present):
             colour = COLOURS.get(name, SERIES[i % len(SERIES)])
             values = part[name].fillna(0.0)  # the others of this moment were measured: this one took no part in it
-            figure.add_scatter(
+            sheet.add(
+            "scatter",
                 x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
                 stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0, mode="lines",
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
                 customdata=_hover(values, unit), hovertemplate="%{customdata}",
             )  # fmt: skip
-    _time_axis(figure, frame)
-    figure.update_layout(legend_traceorder="normal")
-    return figure
+    _time_axis(sheet, frame)
+    return sheet.figure()
 
 
 def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
     """Address regions (down) by time (across); `data`: time, region, value in 0..1. Unmeasured cells stay empty."""
-    figure = _base(frame.height)
+    sheet = _Sheet(frame.height)
     view = frame.view
     wide = data.pivot_table(index="region", columns="time", values="value", aggfunc="last", observed=True)
     wide = wide.reindex(index=list(catalog.REGION_LABELS), columns=view.times)
-    figure.add_heatmap(
+    sheet.add(
+            "heatmap",
         x=shown(view.times, view.zone), y=list(wide.index), z=wide.to_numpy() * 100,
         zmin=0, zmax=100, colorscale="Cividis", hoverongaps=False,
         colorbar={"thickness": 8, "ticksuffix": "%", "outlinewidth": 0, "nticks": 3, "tickfont": {"size": 10}, "xpad": 4},
         hovertemplate=f"region %{{y}}, %{{x}}<br>{title} %{{z:.1f}} %<extra></extra>",
     )  # fmt: skip
-    figure.update_yaxes(nticks=5, showgrid=False, title={"text": "region", "standoff": 2, "font": {"size": 10}})
-    _time_axis(figure, frame, covered=True)
-    return figure
+    sheet.y |= {"showgrid": False, "title": {"text": "region", "standoff": 2, "font": {"size": 10}}}
+    _time_axis(sheet, frame, covered=True)
+    return sheet.figure()
 
 
 def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     """Two bars a prompt-length bucket: hits of queried and of hittable tokens; under each the tokens that were asked."""
-    figure = _base(height, barmode="group", bargap=0.3, bargroupgap=0.06)
+    sheet = _Sheet(height, barmode="group", bargap=0.3, bargroupgap=0.06)
     ticks = [f"{b}<br>{quantity(q, 'tokens')}" for b, q in zip(data["length_bucket"], data["queried"], strict=True)]
     for column, name, of, colour in (
         ("hit_of_queried", "of queried", "queried", BLUE),
         ("hit_of_hittable", "of hittable", "hittable", GREEN),
     ):
         shares = data[column] * 100
-        figure.add_bar(
-            x=ticks, y=shares, name=name, marker_color=colour,
+        sheet.add(
+            "bar",
+            x=ticks, y=shares, name=name, marker={"color": colour},
             text=[f"{v:.0f}%" if pd.notna(v) else "" for v in shares], textposition="outside", textfont={"size": 10},
             cliponaxis=False,
             customdata=[(quantity(h, "tokens"), quantity(d, "tokens"), quantity(s, "ratio"))
                         for h, d, s in zip(data["hit"], data[of], data[column], strict=True)],
             hovertemplate=f"%{{customdata[2]}}: %{{customdata[0]}} hit of %{{customdata[1]}} {of}<extra></extra>",
         )  # fmt: skip
-    figure.update_yaxes(range=[0, 112], ticksuffix="%", tickvals=[0, 25, 50, 75, 100])
-    return figure
+    sheet.y |= {"range": [0, 112], "ticksuffix": "%", "tickvals": [0, 25, 50, 75, 100]}
+    return sheet.figure()
 
 
 def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     """Free runs by length in blocks."""
-    figure = _base(height, bargap=0.15)
-    figure.add_bar(
-        x=data["label"], y=data["runs"], marker_color=STEEL,
+    sheet = _Sheet(height, bargap=0.15)
+    sheet.add(
+            "bar",
+        x=data["label"], y=data["runs"], marker={"color": STEEL},
         text=[f"{v:,.0f}" if v else "" for v in data["runs"]], textposition="outside", textfont={"size": 10}, cliponaxis=False,
         customdata=data["length"], hovertemplate="%{y:,.0f} runs of %{customdata} blocks<extra></extra>",
     )  # fmt: skip
-    figure.update_xaxes(
-        type="category",
-        tickangle=0,
-        title={"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2},
-    )
-    figure.update_yaxes(range=[0, max(float(data["runs"].max()), 4.0) * 1.2])
-    return figure
+    title = {"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2}
+    sheet.x |= {"type": "category", "tickangle": 0, "title": title}
+    sheet.y |= {"range": [0, max(float(data["runs"].max()), 4.0) * 1.2]}
+    return sheet.figure()
 
 
 def _fitting(text: str, share_of_width: float) -> str:
@@ -270,7 +307,7 @@ def _fitting(text: str, share_of_width: float) -> str:
 
 def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
     """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given."""
-    figure = _base(height, barmode="stack", bargap=0.35)
+    sheet = _Sheet(height, barmode="stack", bargap=0.35)
     longest = max(float(parts.sum()) for parts in rows.values())
     factor, unit = axis_unit("seconds", longest)
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts.index))
@@ -280,7 +317,8 @@ def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
         if not any(values):
             continue
         shares = [value / float(parts.sum()) for value, parts in zip(values, rows.values(), strict=True)]
-        figure.add_bar(
+        sheet.add(
+            "bar",
             y=labels, x=np.array(values) * factor, orientation="h", name=readable(name),
             marker={"color": COLOURS.get(name, SERIES[i % len(SERIES)]), "line": {"width": 0}},
             text=[_fitting(f"{readable(name)} {s:.0%}", v / longest) for v, s in zip(values, shares, strict=True)], textposition="inside",
@@ -288,10 +326,9 @@ def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
             customdata=[(quantity(v, "seconds"), quantity(s, "ratio")) for v, s in zip(values, shares, strict=True)],
             hovertemplate=f"{readable(name)}: %{{customdata[0]}} (%{{customdata[1]}})<extra></extra>",
         )  # fmt: skip
-    figure.update_xaxes(showgrid=True, ticksuffix=f" {unit}", nticks=6)
-    figure.update_yaxes(autorange="reversed")
-    figure.update_layout(legend_traceorder="normal")
-    return figure
+    sheet.x |= {"showgrid": True, "ticksuffix": f" {unit}", "nticks": 6}
+    sheet.y |= {"autorange": "reversed"}
+    return sheet.figure()
 
 
 def forecast(
@@ -303,17 +340,18 @@ def forecast(
     All are means over the ten minutes before their `time`, in the unit of the signal, drawn at the middle of these.
     `came` has time, value; `past` and `ahead` have time, `median` and the columns of `bands` (share -> lower, upper).
     """
-    figure = _base(frame.height, hovermode="x unified")
+    sheet = _Sheet(frame.height, hovermode="x unified")
     view, widest = frame.view, bands[max(bands)]
     tops = [float(top.max()) for top in (came["value"], past[median], ahead[widest[1]]) if len(top)]
-    factor = _value_axis(figure, unit, max(tops, default=0.0), frame.lines, bounded)
+    factor = _value_axis(sheet, unit, max(tops, default=0.0), frame.lines, bounded)
 
     def middle(times: pd.Series | pd.DatetimeIndex) -> pd.DatetimeIndex:
         return shown(pd.DatetimeIndex(times) - pd.Timedelta(minutes=5), view.zone)
 
     def band(data: pd.DataFrame, share: float, colour: str) -> None:
         for column, fill in zip(bands[share], (None, "tonexty"), strict=True):
-            figure.add_scatter(
+            sheet.add(
+            "scatter",
                 x=middle(data["time"]), y=data[column] * factor, mode="lines", line={"width": 0}, fill=fill,
                 fillcolor=faded(colour, 0.16), hoverinfo="skip", showlegend=False,
             )  # fmt: skip
@@ -323,15 +361,17 @@ def forecast(
             f"{quantity(m, unit)} ({quantity(low, unit)} to {quantity(high, unit)})"
             for m, low, high in zip(data[median], data[widest[0]], data[widest[1]], strict=True)
         ]
-        figure.add_scatter(
+        sheet.add(
+            "scatter",
             x=middle(data["time"]), y=data[median] * factor, name=name, customdata=texts, hovertemplate="%{customdata}", **look
         )  # fmt: skip
 
     if len(past):
         band(past, max(bands), STEEL)
-        centre(past, "forecast 1 h ago", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
+        centre(past, "made 1 h ago", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
     means = came.set_index("time")["value"].resample("10min").mean()  # a missing ten minutes breaks the line
-    figure.add_scatter(
+    sheet.add(
+            "scatter",
         x=middle(pd.DatetimeIndex(means.index)), y=means * factor, mode="lines+markers", name="measured",
         line={"color": BLUE, "width": 1.8}, marker={"size": 3}, customdata=_hover(means, unit), hovertemplate="%{customdata}",
     )  # fmt: skip
@@ -339,10 +379,8 @@ def forecast(
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)
         centre(ahead, "next hour", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
-    _time_axis(figure, frame)
+    _time_axis(sheet, frame)
     now = moment(view.end, view.zone)
-    figure.update_xaxes(
-        range=[moment(view.start, view.zone), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])]
-    )
-    figure.add_vline(x=now, line={"color": GREY, "width": 1, "dash": "dot"})
-    return figure
+    sheet.x["range"] = [moment(view.start, view.zone), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])]
+    sheet.rule(GREY, "dot", x=now)
+    return sheet.figure()

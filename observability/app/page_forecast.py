@@ -12,16 +12,18 @@ from observability.app import charts, outlook, queries, ui
 from observability.app.outlook import Outlook
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
-from observability.app.view import moment
+from observability.app.view import View, moment
 from observability.forecast.types import MODEL_TITLES
 from observability.signals import Signal
 
 QUESTIONS = {
-    queries.REQUESTS.name: "How much load comes in the next hour?",
+    queries.REQUESTS.name: "How much load comes next hour?",
     queries.KV_USAGE.name: "Will the KV pool fill up?",
     outlook.FORECAST_SIGNALS[2].name: "Will time to first token P99 hold?",
 }
 HEIGHT = 385
+#: Forecasts are made every ten minutes; one whose data end this long before the view was not renewed.
+OLD_SECONDS = 1500.0
 NOTE = (
     "All values are means of ten minutes, drawn at their middle, measured ones too. Dotted: what was forecast one hour before, "
     "with its 95 % interval. Bands: 50, 80 and 95 %. Mean error and coverage compare the stored forecasts of the last three days with what came: "
@@ -66,7 +68,7 @@ def _forecast(context: Context, signal: Signal, model: str) -> Content:
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
     data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True)
-    return Content(headline(chosen, view.end), figure, data=data, below=models_table(seen, signal, view.zone))
+    return Content(headline(chosen, view.end), figure, data=data, below=models_table(seen, signal, view))
 
 
 def headline(chosen: Outlook, now: float) -> str:
@@ -100,7 +102,7 @@ def error(mae: float, unit: str) -> str:
     return f"{significant(mae * 100)} points" if unit == "ratio" else quantity(mae, unit)
 
 
-def models_table(seen: list[Outlook], signal: Signal, zone: str) -> str:
+def models_table(seen: list[Outlook], signal: Signal, view: View) -> str:
     """HTML: each model's error and coverage beside the other's, when it was made, and what to know before trusting it."""
     errors = sorted(each.accuracy.mae for each in seen if each.accuracy)
     best = errors[0] if len(errors) > 1 and errors[0] < errors[1] else None
@@ -115,11 +117,13 @@ def models_table(seen: list[Outlook], signal: Signal, zone: str) -> str:
                 f"<td{mark}>{error(accuracy.mae, signal.unit)}</td>"
                 f'<td title="of {accuracy.outcomes} outcomes">{percent(accuracy.coverage)}</td>'
             )
-        made = ABSENT if each.origin is None else f"{moment(each.origin, zone):%H:%M}"
+        made = ABSENT if each.origin is None else f"{moment(each.origin, view.zone):%H:%M}"
         rows.append(f"<tr><td>{escape(each.title)}</td>{numbers}<td>{made}</td></tr>")
     notes = []
     for each in seen:
         said = [outlook.FLAG_TEXTS.get(flag, flag) for flag in each.flags]
+        if each.origin is not None and view.end - each.origin > OLD_SECONDS:
+            said.insert(0, "not renewed; is kvscope forecast running?")
         if said:
             notes.append(f"<li>{escape(each.title)}: {escape(', '.join(said))}</li>")
     scored = next((each.accuracy for each in seen if each.accuracy), None)

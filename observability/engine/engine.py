@@ -305,7 +305,10 @@ class Engine:
         traces = [request.trace for request in got_token]
         if steps > 1:
             telemetry.tokens_run(traces, ends)  # type: ignore[arg-type]
-            telemetry.step(_KIND["decode"], 0, len(decode), np.diff(ends, prepend=began))
+            durations = ends.copy()
+            durations[1:] -= ends[:-1]
+            durations[0] -= began
+            telemetry.step(_KIND["decode"], 0, len(decode), durations)
         else:
             telemetry.tokens(traces, now)  # type: ignore[arg-type]
             telemetry.step(_KIND[plan.kind], prefill_tokens, len(decode), now - began)

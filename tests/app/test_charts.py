@@ -10,7 +10,7 @@ import pytest
 
 from observability import catalog
 from observability.app import charts, settings
-from observability.app.view import View
+from observability.app.view import View, moment
 
 VIEW = View("m", 1_700_000_000.0, 1_700_000_600.0, 60.0)
 
@@ -142,6 +142,18 @@ def test_simulated_spans_are_shaded_and_named_only_inside_the_view() -> None:
     outside = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start - 10)]))
     assert not outside.layout.shapes
     assert not outside.layout.annotations
+
+
+def test_simulated_spans_a_few_points_apart_are_shaded_as_one() -> None:
+    data = frame_of({"P99": [0.1, 0.2]})
+    start = VIEW.start
+    spans = [(start, start + 60), (start + 120, start + 180), (start + 480, start + 500)]
+    shades = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=spans)).layout.shapes
+    edges = [
+        ((pd.Timestamp(s.x0) - moment(start, "UTC")).seconds, (pd.Timestamp(s.x1) - moment(start, "UTC")).seconds)
+        for s in shades
+    ]
+    assert edges == [(0, 180), (480, 500)]
 
 
 def test_times_are_shown_in_the_zone_of_the_view() -> None:

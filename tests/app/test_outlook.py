@@ -86,7 +86,7 @@ def test_the_chart_holds_what_came_the_past_and_the_next_hour_with_three_bands(
         found.came, seen.past, seen.ahead, SIGNAL.unit, charts.Frame(view), median=outlook.MEDIAN, bands=outlook.BANDS
     )
     named = {trace.name: trace for trace in figure.data if trace.name}
-    assert set(named) == {"forecast 1 h ago", "measured", "next hour"}
+    assert set(named) == {"made 1 h ago", "measured", "next hour"}
     np.testing.assert_allclose(named["next hour"].y, seen.ahead[outlook.MEDIAN])
     np.testing.assert_allclose(np.array(named["measured"].y, dtype=float), found.came["value"])
     middles = pd.DatetimeIndex(seen.ahead["time"]).tz_localize(None) - pd.Timedelta(minutes=5)
@@ -109,14 +109,23 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
     assert prophet.accuracy is None
     assert "only 2 steps" in headline(prophet, view.end)
     assert last.origin is None
-    table = models_table([prophet, last], SIGNAL, "UTC")
+    table = models_table([prophet, last], SIGNAL, view)
     assert table.count("–") == 5
     assert "0 req/s" not in table
 
 
 def test_the_better_model_is_marked_and_a_tie_is_not(source: EmbeddedStore, view: View) -> None:
     prophet, last = outlook.prospect(source, view, SIGNAL).models
-    assert "best" not in models_table([prophet, last], SIGNAL, "UTC"), "the synthetic medians are equal"
+    assert "best" not in models_table([prophet, last], SIGNAL, view), "the synthetic medians are equal"
+
+
+def test_a_forecast_that_was_not_renewed_says_so(source: EmbeddedStore, view: View) -> None:
+    models = outlook.prospect(source, view, SIGNAL).models
+    newest = models[0].origin
+    assert newest is not None
+    for age, told in ((600, False), (3000, True)):
+        later = View(view.model, newest + age - 3600, newest + age, 15.0)
+        assert ("not renewed" in models_table(models, SIGNAL, later)) is told
 
 
 def test_intervals_and_errors_read_well() -> None:

@@ -78,11 +78,12 @@ def test_the_index_behaves_as_a_dict(operations):
         blocks = np.arange(block, block + len(keys))
         block += len(keys)
         if operation == "remove":
-            index.remove(keys)
-            for key in chosen:
-                del truth[key]
+            index.remove(np.array([truth.pop(key) for key in keys.tolist()], dtype=np.int64))
+        elif operation == "insert":
+            index.insert(keys, blocks)
+            truth.update(zip(keys.tolist(), blocks.tolist(), strict=True))
         else:
-            (index.insert if operation == "insert" else index.replace)(keys, blocks)
+            index.replace(np.array([truth[key] for key in keys.tolist()], dtype=np.int64), blocks)
             truth.update(zip(keys.tolist(), blocks.tolist(), strict=True))
         found, held = index.items()
         assert dict(zip(found.tolist(), held.tolist(), strict=True)) == truth
@@ -99,7 +100,7 @@ def test_the_index_grows_and_survives_long_churn():
         index.insert(new, np.arange(40 * i, 40 * i + 40))
         live = np.concatenate((live, new))
         if len(live) > 1000:
-            index.remove(live[:200])
+            index.remove(index.get(live[:200]))
             assert (index.get(live[:200]) == -1).all()
             live = live[200:]
         assert (index.get(live) >= 0).all()
@@ -114,8 +115,3 @@ def test_match_ends_at_the_first_absent_key(present):
     index.insert(keys[chosen], chosen)
     until = present.index(False) if False in present else len(present)
     assert index.match(keys).tolist() == list(range(until))
-
-
-def test_an_absent_key_cannot_be_removed():
-    with pytest.raises(KeyError):
-        PrefixIndex().remove(np.array([7], dtype=np.uint64))

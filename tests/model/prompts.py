@@ -8,7 +8,7 @@ from __future__ import annotations
 from observability.engine.model.tokenizer import Tokenizer
 
 #: Prompt lengths in tokens; multiples of the block size, and one more or less, among them.
-PROMPTS = (3, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 129, 160, 200, 257, 300, 400, 511, 1000, 2100, 3000)
+PROMPTS = (3, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 129, 160, 200, 257, 300, 400, 511, 700, 1000, 3000)
 
 _OPENINGS = (
     "The capital of France is",
@@ -32,7 +32,7 @@ _BODY = (
 
 def new_tokens(length: int) -> int:
     """How many tokens to generate: enough to cross a block, few where the prompt is long."""
-    return 16 if length <= 65 else 8 if length <= 511 else 4
+    return 12 if length <= 65 else 6 if length <= 511 else 3
 
 
 def prompt_ids(tokenizer: Tokenizer, length: int) -> list[int]:

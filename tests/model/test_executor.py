@@ -72,6 +72,7 @@ def test_int8_reports_errors_and_dequantization_under_load(tiny: LoadedModel) ->
     assert runner.executor.kv._tail_of == {}  # type: ignore[union-attr]
 
 
+@pytest.mark.timeout(900)
 def test_int8_greedy_agrees_with_float32_mostly(
     smollm2: LoadedModel, reference: list[Greedy], record_property: pytest.FixtureRequest
 ) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from observability.engine.model.loading import LoadedModel
 from observability.engine.types import EngineConfig, Request, SamplingParams
 from tests.model.conftest import Greedy
 from tests.model.prompts import PROMPTS
 from tests.model.running import Runner
+
+pytestmark = pytest.mark.timeout(900)  # transformers' part takes minutes where other work shares the cores
 
 
 def serve(runner: Runner, wanted: list[Greedy]) -> list[Request]:
@@ -31,24 +35,26 @@ def test_the_prompts_are_far_from_ties(reference: list[Greedy]) -> None:
 
 
 def test_alone_with_prefix_hits_and_both_layouts(smollm2: LoadedModel, reference: list[Greedy]) -> None:
-    runner = Runner(smollm2, EngineConfig(num_blocks=600))
+    runner = Runner(smollm2, EngineConfig(num_blocks=600, contiguous_below=600))
     cached = {}
     for wanted in reference:
         (request,) = serve(runner, [wanted])
         cached[len(wanted.prompt)] = request.num_cached
-    assert cached[2100] >= 900  # the 1,000-token prompt, all but its ending
-    assert cached[3000] >= 2000
+    assert cached[1000] >= 640  # the 700-token prompt, all but its ending
+    assert cached[3000] >= 944
     assert runner.executor.layouts["contiguous"] > 0
     assert runner.executor.layouts["paged"] > 0
     assert set(runner.executor.kinds) == {"prefill", "decode"}
 
 
 def test_mixed_in_one_batch_in_chunks(smollm2: LoadedModel, reference: list[Greedy]) -> None:
-    runner = Runner(smollm2, EngineConfig(num_blocks=900, max_num_batched_tokens=192, prefix_caching=False))
+    runner = Runner(
+        smollm2, EngineConfig(num_blocks=600, max_num_batched_tokens=192, contiguous_below=600, prefix_caching=False)
+    )
     mixed = random.Random(1).sample([g for g in reference if len(g.prompt) < 3000], len(reference) - 1)
     requests = serve(runner, mixed)
     chunks = runner.executor.chunks
-    assert max(chunks.values()) > 10
+    assert max(chunks.values()) > 5
     assert runner.executor.kinds["mixed"] > 10
     assert runner.executor.layouts["contiguous"] > 0
     assert runner.executor.layouts["paged"] > 0

@@ -22,6 +22,7 @@ from observability.catalog import FREE_RUN_BOUNDS, REGIONS
 from observability.engine.kv.prefix import Blocks, Keys, PrefixIndex
 
 FREE, EVICTABLE, ACTIVE = 0, 1, 2
+_NONE: Blocks = np.empty(0, dtype=np.int64)
 _RUN_BOUNDS = np.array([*FREE_RUN_BOUNDS, np.iinfo(np.int64).max])
 
 
@@ -57,7 +58,7 @@ class _ReuseQueue:
         while count and self._segments:
             stamp, blocks = self._segments.popleft()
             looked = blocks[: max(count, 64)]
-            live = np.flatnonzero(stamps[looked] == stamp)
+            (live,) = (stamps[looked] == stamp).nonzero()
             if len(live) > count:
                 live = live[:count]
                 rest = blocks[live[-1] + 1 :]
@@ -69,7 +70,7 @@ class _ReuseQueue:
             if live.size:
                 found.append(looked[live])
                 count -= len(live)
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return np.concatenate(found) if found else _NONE
 
     def oldest(self, stamps: npt.NDArray[np.int64]) -> int:
         """Stamp of the block at the front; there must be one."""
@@ -87,7 +88,7 @@ class _ReuseQueue:
     def live(self, stamps: npt.NDArray[np.int64]) -> Blocks:
         """All blocks with a live entry, in order."""
         kept = [blocks[stamps[blocks] == stamp] for stamp, blocks in self._segments]
-        return np.concatenate(kept) if kept else np.empty(0, dtype=np.int64)
+        return np.concatenate(kept) if kept else _NONE
 
 
 class BlockPool:
@@ -139,7 +140,7 @@ class BlockPool:
         """Any `count` blocks, now held once: free ones first, then the least recently used cached ones."""
         if count > self.allocatable:
             raise IntegrityError(f"{count} blocks were asked for with {self.allocatable} allocatable")
-        blocks = self._free.pop(count, self.stamps)
+        blocks = self._free.pop(count, self.stamps) if self.num_free else _NONE
         missing = count - len(blocks)
         if missing:
             if self.bounded:
@@ -293,7 +294,7 @@ class BlockPool:
 
     def _forget(self, blocks: Blocks) -> None:
         """Evictable blocks lose their content; the caller activates them next."""
-        self.index.remove(self.keys[blocks])
+        self.index.remove(blocks)
         self.keyed[blocks] = False
         self.num_evictable -= len(blocks)
         self.num_free += len(blocks)
@@ -311,7 +312,7 @@ class BlockPool:
         idle = self.state[old] == EVICTABLE
         if idle.any():  # the new copy was used last, and the old one may lie behind a gap
             old, moved, moved_keys = old[idle], blocks[~new][idle], keys[~new][idle]
-            self.index.replace(moved_keys, moved)
+            self.index.replace(old, moved)
             self.keyed[old] = False
             self.num_evictable -= len(old)
             self._offer_free(old)

@@ -85,28 +85,29 @@ class SpanKeys:
     (when it is computed again after a preemption).
     """
 
-    __slots__ = ("_block_size", "_generated", "_parts", "_prompt_blocks", "_span")
+    __slots__ = ("_block_size", "_generated", "_of_prompt", "_span")
 
     def __init__(self, span: PromptSpan, block_size: int, serial: int) -> None:
         self._span = span
         self._block_size = block_size
         self._generated = np.uint64((2 * serial + 1) * _GENERATED & 0xFFFFFFFFFFFFFFFF)
-        self._prompt_blocks = span.length // block_size
-        self._parts: Keys | None = None  # [parts]: hash of all hash ids up to and with each part
+        self._of_prompt: Keys | None = None  # keys of the prompt's full blocks
 
     def get(self, first: int, last: int) -> Keys:
-        split = self._prompt_blocks
+        if self._of_prompt is None:
+            self._of_prompt = self._hash_prompt()
+        split = len(self._of_prompt)
         if last <= split:
-            return self._of_prompt(first, last)
+            return self._of_prompt[first:last]
         generated = np.maximum(_mix(_numbers(max(first, split), last) ^ self._generated), 1)
-        return generated if first >= split else np.concatenate((self._of_prompt(first, split), generated))
+        return generated if first >= split else np.concatenate((self._of_prompt[first:], generated))
 
-    def _of_prompt(self, first: int, last: int) -> Keys:
-        if self._parts is None:
-            ids = np.array(self._span.hash_ids, dtype=np.int64).view(np.uint64)
-            self._parts = np.cumsum(_mix(_mix(ids) + _numbers(0, len(ids))), dtype=np.uint64)
-        part = ((np.arange(first + 1, last + 1) * self._block_size) - 1) // self._span.part_tokens
-        return np.maximum(_mix(self._parts[part] ^ _numbers(first, last)), 1)
+    def _hash_prompt(self) -> Keys:
+        span, blocks = self._span, self._span.length // self._block_size
+        ids = np.array(span.hash_ids, dtype=np.int64).view(np.uint64)
+        parts = np.cumsum(_mix(_mix(ids) + _numbers(0, len(ids))), dtype=np.uint64)  # each covers all ids up to its own
+        last_part = (np.arange(1, blocks + 1) * self._block_size - 1) // span.part_tokens
+        return np.maximum(_mix(parts[last_part] ^ _numbers(0, blocks)), 1)
 
 
 _BUCKET = 8  # slots of a bucket: its keys fill one cache line, and one comparison finds nearly every key
@@ -121,6 +122,7 @@ class PrefixIndex:
 
     def __init__(self, expected_blocks: int = 256) -> None:
         self._live = 0
+        self._slot_of = np.zeros(expected_blocks, dtype=np.int32)  # by block; means something for indexed blocks only
         self._resize(2 * expected_blocks)
 
     def __len__(self) -> int:
@@ -162,12 +164,6 @@ class PrefixIndex:
             which, bucket = which[on], bucket[on]
         return slots
 
-    def _find_all(self, keys: Keys) -> Blocks:
-        slots = self._find(keys)
-        if slots.size and slots.min() < 0:
-            raise KeyError(f"{np.count_nonzero(slots < 0)} keys are not in the prefix index")
-        return slots
-
     def get(self, keys: Keys) -> Blocks:
         """Block of each key, -1 where absent. Shape `[keys]`."""
         slots = self._find(keys)
@@ -189,7 +185,14 @@ class PrefixIndex:
 
     def insert(self, keys: Keys, blocks: Blocks) -> None:
         """Adds keys that are distinct and absent, of blocks that have no other key here."""
+        if not len(keys):
+            return
         self._live += len(keys)
+        highest = int(blocks.max())
+        if highest >= len(self._slot_of):
+            more = np.zeros(max(highest + 1, 2 * len(self._slot_of)), dtype=np.int32)
+            more[: len(self._slot_of)] = self._slot_of
+            self._slot_of = more
         # Marks stay when keys go; too many of them would make lookups walk far.
         if self._live > self._room or 8 * self._num_overflowed > self._last_bucket:
             old_keys, old_blocks = self.items()
@@ -208,6 +211,7 @@ class PrefixIndex:
             at = bucket * _BUCKET + slot
             flat_keys[at[fits]] = keys[fits]
             flat_blocks[at[fits]] = blocks[fits]
+            self._slot_of[blocks[fits]] = at[fits]
             # Of several keys that want one slot the last written has it; the others look again.
             on = ~(fits & (flat_blocks[at] == blocks))
             full = bucket[~fits]
@@ -217,14 +221,16 @@ class PrefixIndex:
                 bucket = np.where(fits, bucket, (bucket + 1) & self._last_bucket)
             keys, blocks, bucket = keys[on], blocks[on], bucket[on]
 
-    def replace(self, keys: Keys, blocks: Blocks) -> None:
-        """Points keys that are present to other blocks. Raises KeyError when one is absent."""
-        self._blocks.reshape(-1)[self._find_all(keys)] = blocks
+    def replace(self, old: Blocks, new: Blocks) -> None:
+        """The keys of indexed blocks `old` point to blocks `new` from now on, which have no key yet."""
+        keys = self._keys.reshape(-1)[self._slot_of[old]]
+        self.remove(old)
+        self.insert(keys, new)
 
-    def remove(self, keys: Keys) -> None:
-        """Removes keys that are distinct. Raises KeyError when one is absent."""
-        self._keys.reshape(-1)[self._find_all(keys)] = 0
-        self._live -= len(keys)
+    def remove(self, blocks: Blocks) -> None:
+        """Removes the keys of blocks that are indexed."""
+        self._keys.reshape(-1)[self._slot_of[blocks]] = 0
+        self._live -= len(blocks)
 
     def items(self) -> tuple[Keys, Blocks]:
         """All keys and their blocks, in no order."""
