@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from observability.engine.model.fetch import WheelModel
 
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 Name = Annotated[str, typer.Argument(help="Name of the model, as `kvscope model list` shows it.")]
@@ -79,7 +82,7 @@ def register(app: typer.Typer) -> None:
         typer.echo(str(found))
 
 
-def _known(name: str):  # type: ignore[no-untyped-def]  # a WheelModel; importing its type here would load httpx
+def _known(name: str) -> WheelModel:
     from observability.engine.model.fetch import FETCHABLE
     from observability.errors import ModelError
 

@@ -135,7 +135,7 @@ def test_a_failed_step_ends_the_running_requests_and_the_next_ones_are_served(th
     thread.engine.add(later.request)
     assert later.wait() == ["length"]
     assert later.tokens == generate(later.request.prompt, 8)
-    assert thread.error is None
+    wait_for(lambda: thread.error is None, 5, "the error to be cleared")
     assert Exposition(thread.engine).value("kvscope_requests", outcome="error") == 2
 
 
