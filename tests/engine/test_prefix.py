@@ -68,7 +68,7 @@ def test_span_keys_are_equal_exactly_as_far_as_hash_ids_agree(prompts, block_siz
 keys_in_few_buckets = st.builds(lambda low, high: low | high << 40, st.integers(0, 3), st.integers(1, 60))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["insert", "remove", "replace"]), st.sets(keys_in_few_buckets)), max_size=30))
 def test_the_index_behaves_as_a_dict(operations):
     index, truth, block = PrefixIndex(1), {}, 0

@@ -157,7 +157,10 @@ class Llama:
         self._cos_sin: Tensor = torch.empty(0)
 
     def prepare(self, max_positions: int) -> None:
-        """Computes the rotary table for positions below `max_positions`; forward() may use no later one."""
+        """Computes the rotary table for positions below `max_positions`; forward() may use no later one. It only grows, so
+        that executors of different lengths can share the model."""
+        if max_positions <= len(self._cos_sin):
+            return
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _inverse_frequencies(self.config))
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
