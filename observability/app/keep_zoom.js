@@ -13,18 +13,32 @@
 
   const remember = (chart, what) => kept.set(place(chart), { ...kept.get(place(chart)), ...what });
 
+  const put = (chart) => {
+    const { axes, visible } = kept.get(place(chart)) || {};
+    const at = (key) => key.split(/[.[\]]+/).filter(Boolean).reduce((part, name) => part?.[name], chart.layout);
+    if (axes && Object.entries(axes).some(([key, value]) => at(key) !== value)) window.Plotly.relayout(chart, axes);
+    const wanted = visible && chart.data.map((trace) => visible[trace.name] ?? true);
+    if (wanted && chart.data.some((trace, i) => (trace.visible ?? true) !== wanted[i])) {
+      window.Plotly.restyle(chart, { visible: wanted });
+    }
+  };
+
   const follow = (chart) => {
     chart.followed = true;
-    const { axes, visible } = kept.get(place(chart)) || {};
-    if (axes) window.Plotly.relayout(chart, axes);
-    if (visible) window.Plotly.restyle(chart, { visible: chart.data.map((trace) => visible[trace.name] ?? true) });
+    // More than once: Streamlit lays a new chart out again when it knows its size, from what it was first given.
+    for (const milliseconds of [0, 150, 600]) setTimeout(() => chart.isConnected && put(chart), milliseconds);
+    chart.on("plotly_doubleclick", () => {
+      chart.resetting = true;
+    });
     chart.on("plotly_relayout", (change) => {
-      if (Object.keys(change).some((key) => key.endsWith(".autorange"))) remember(chart, { axes: undefined });
-      else if (Object.keys(change).some((key) => /^[xy]axis\.range/.test(key))) remember(chart, { axes: change });
+      const axes = Object.entries(change).filter(([key]) => /^[xy]axis\.range\[/.test(key));
+      if (chart.resetting || "xaxis.autorange" in change) remember(chart, { axes: undefined });
+      else if (axes.length) remember(chart, { axes: Object.fromEntries(axes) });
+      chart.resetting = false;
     });
     chart.on("plotly_restyle", ([change]) => {
       if ("visible" in change) {
-        remember(chart, { visible: Object.fromEntries(chart.data.map((trace) => [trace.name, trace.visible])) });
+        remember(chart, { visible: Object.fromEntries(chart.data.map((trace) => [trace.name, trace.visible ?? true])) });
       }
     });
   };

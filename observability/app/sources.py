@@ -18,6 +18,8 @@ from observability.store.source import ANY, SeriesSource
 
 #: Seconds that a read is shared: the shortest time between two refreshes, so that each of them reads once.
 TTL = float(FASTEST_REFRESH)
+#: Whether the source is alive, and its models: seconds that this is shared.
+STATE_TTL = 2.0
 #: Forecasts are made every ten minutes, and all stored ones are read.
 FORECAST_TTL = 60.0
 #: Reads kept for the time in which the source cannot be asked.
@@ -53,12 +55,12 @@ def _simulated(spec: str, start: float, end: float) -> list[tuple[float, float]]
     return list(_opened(spec).simulated(start, end))
 
 
-@st.cache_data(ttl=TTL, max_entries=10, show_spinner=False)
+@st.cache_data(ttl=STATE_TTL, max_entries=10, show_spinner=False)
 def _models(spec: str) -> list[str]:
     return list(_opened(spec).models())
 
 
-@st.cache_data(ttl=2.0, max_entries=10, show_spinner=False)
+@st.cache_data(ttl=STATE_TTL, max_entries=10, show_spinner=False)
 def _newest(spec: str) -> float | None:
     age = _opened(spec).freshness()
     return None if age is None else time.time() - age

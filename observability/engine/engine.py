@@ -212,7 +212,10 @@ class Engine:
                 self.publish()
                 if on_tick is not None:
                     on_tick(now)
-                next_tick = start + ((now - start) // tick_seconds + 1.0) * tick_seconds
+                ticks = (now - start) // tick_seconds
+                while next_tick <= now:  # rounding may put the quotient one too low
+                    ticks += 1.0
+                    next_tick = start + ticks * tick_seconds
             while pending is not None and (not self._has_work if serial else pending.arrival <= now):
                 if serial:
                     pending.arrival = now

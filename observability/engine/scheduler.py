@@ -177,7 +177,8 @@ class Scheduler:
         """How often this decode-only step can run with nobody finishing, being admitted or being preempted.
 
         Waiting requests do not cut it short: decodes only take blocks, and seats and blocks come back when one finishes.
-        Blocks needed on the way are taken when the run has ended (Engine.commit), as far as it really went.
+        Blocks needed on the way are taken when the run has ended (Engine.commit), as far as it really went. Paged sequences get what single
+        steps would give; contiguous ones among them may find another block adjacent than they would have found in between.
         """
         steps = min(r.limit - r.num_generated for r in decode)
         if self.kv.blocks_short(decode, steps) <= self.kv.pool.allocatable:

@@ -13,7 +13,7 @@ from selenium.webdriver.chrome.service import Service
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars"
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 )
 #: What every chart holds: its card, and for each trace the number of points that are numbers.
 _CHARTS = """

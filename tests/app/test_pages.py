@@ -20,14 +20,8 @@ CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "forecast": 3}
 NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "forecast": "forecast"}
 
 
-@pytest.mark.parametrize(("width", "height", "theme"), [(1280, 800, "light"), (1920, 1080, "dark")])
-@pytest.mark.parametrize("page", CHARTS)
-def test_every_page_draws_all_its_charts_with_data_and_no_error(
-    browser: Browser, app_url: str, page: str, width: int, height: int, theme: str
-) -> None:
-    browser.look(width, height, theme)
-    browser.open(f"{app_url}/{page}", CHARTS[page])
-    time.sleep(0.4)  # the last animation
+def check(browser: Browser, page: str, theme: str, width: int) -> None:
+    """Every chart of the open page has data, nothing failed, it is in `theme` and as wide as the window."""
     browser.picture(f"app-{NAMES[page]}-{theme}-{width}")
     charts = browser.charts()
     assert len(charts) == CHARTS[page]
@@ -39,23 +33,57 @@ def test_every_page_draws_all_its_charts_with_data_and_no_error(
     assert browser.console_errors() == []
     assert browser.overflow()[0] <= 0, "the page scrolls sideways"
     assert browser.status() == "live"
+    assert is_dark(browser) == (theme == "dark")
+
+
+def is_dark(browser: Browser) -> bool:
     background = browser.driver.execute_script(
         "return getComputedStyle(document.querySelector('.stApp')).backgroundColor"
     )
-    assert (sum(map(int, background[4:-1].split(","))) > 380) == (theme == "light")
+    return sum(map(int, background[4:-1].split(","))) < 380
 
 
-def test_now_is_one_screen_at_1280_by_800(browser: Browser, app_url: str) -> None:
+@pytest.mark.parametrize("page", CHARTS)
+def test_every_page_draws_all_its_charts_with_data_and_no_error_in_both_themes(
+    browser: Browser, app_url: str, page: str
+) -> None:
+    browser.look(1280, 800, "light")
+    browser.open(f"{app_url}/{page}", CHARTS[page])
+    time.sleep(0.4)  # the last animation
+    check(browser, page, "light", 1280)
+    browser.look(1920, 1080, "dark")
+    wait_for(lambda: is_dark(browser), 10, "the page follows the system's theme")
+    time.sleep(0.7)  # charts follow the width
+    check(browser, page, "dark", 1920)
+
+
+@pytest.fixture(scope="module")
+def now_page(browser: Browser, app_url: str) -> Browser:
+    """The browser with the page Now open."""
     browser.look(1280, 800, "light")
     browser.open(app_url, CHARTS[""])
-    assert browser.overflow()[1] <= 0
+    return browser
 
 
-def test_nothing_is_loaded_from_outside_the_app(browser: Browser, app_url: str) -> None:
-    browser.open(f"{app_url}/p99", CHARTS["p99"])
-    loaded = browser.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+def test_now_is_one_screen_at_1280_by_800(now_page: Browser) -> None:
+    assert now_page.overflow()[1] <= 0
+
+
+def test_nothing_is_loaded_from_outside_the_app(now_page: Browser, app_url: str) -> None:
+    loaded = now_page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith((app_url, "data:", "blob:"))] == []
+
+
+def test_simulated_time_is_named_in_the_header_and_in_the_charts(now_page: Browser) -> None:
+    assert now_page.count(".pill.virtual") == 1
+    assert "simulated (virtual time)" in now_page.text()
+
+
+def test_the_query_of_a_chart_is_shown(now_page: Browser) -> None:
+    now_page.driver.find_element(By.CSS_SELECTOR, ".st-key-card-kv-usage [data-testid=stPopover] button").click()
+    wait_for(lambda: 'kvscope_kv_blocks{state="active"}' in now_page.text(), 10, "the query")
+    assert "Download CSV" in now_page.text()
 
 
 def test_range_zone_and_choices_are_in_the_url_and_hold_on_every_page(browser: Browser, app_url: str) -> None:
@@ -70,60 +98,54 @@ def test_range_zone_and_choices_are_in_the_url_and_hold_on_every_page(browser: B
     wait_for(lambda: "range=6h" in browser.driver.current_url, 10, "the range in the URL")
 
 
-def test_simulated_time_is_named_in_the_header_and_in_the_charts(browser: Browser, app_url: str) -> None:
-    browser.open(app_url, CHARTS[""])
-    assert browser.count(".pill.virtual") == 1
-    assert "simulated (virtual time)" in browser.text()
+CHART = "document.querySelector('.st-key-card-evictions .js-plotly-plot')"
 
 
-def test_the_query_of_a_chart_is_shown(browser: Browser, app_url: str) -> None:
-    browser.open(app_url, CHARTS[""])
-    browser.driver.find_element(By.CSS_SELECTOR, ".st-key-card-kv-usage [data-testid=stPopover] button").click()
-    wait_for(lambda: 'kvscope_kv_blocks{state="active"}' in browser.text(), 10, "the query")
-    assert "Download CSV" in browser.text()
-
-
-def test_a_source_that_dies_and_returns_needs_no_reload_and_moves_nothing(
+def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_and_zoom(
     browser: Browser, start_app: Start, tmp_path: Path, rows: dict[str, pd.DataFrame]
 ) -> None:
-    path = tmp_path / "store.db"
+    path, away = tmp_path / "store.db", tmp_path / "away.db"
     store = create(path)
-    for name, frame in rows.items():
-        store.append(name, frame)
+    url, run = start_app(path), browser.driver.execute_script
     browser.look(1280, 800, "light")
-    browser.open(f"{start_app(path)}/kv-cache", CHARTS["kv-cache"])
-    run = browser.driver.execute_script
-    run("document.querySelector('[data-testid=stMain]').scrollTop = 240; window.marked = 1")
+
+    browser.open(f"{url}/kv-cache", 0)
+    assert "Nothing has been recorded yet." in browser.text()
+    assert "kvscope record" in browser.text()
+    browser.picture("app-empty")
+    run("window.marked = 1")
+
+    charts = CHARTS["kv-cache"] - 1
+    for name, frame in rows.items():
+        if "quantization" not in name:
+            store.append(name, frame)
+    wait_for(lambda: len(browser.charts()) == charts, 40, "the page fills by itself")
+    model = browser.driver.find_element(By.CSS_SELECTOR, ".st-key-model input").get_attribute("value")
+    assert model == synthetic.MODEL
+    assert browser.count(".placeholder.absent") == 1, "what the source lacks is said"
+    assert browser.count(".placeholder.failed") == 0
+    browser.picture("app-partial")
+
+    # As a drag in the chart does: Plotly tells it by the same event.
+    run(
+        f"window.Plotly.relayout({CHART}, {{'xaxis.range[0]': '2026-01-01 00:10', 'xaxis.range[1]': '2026-01-01 00:20'}})"
+    )
+    run(f"{CHART}.drawnBefore = 1; document.querySelector('[data-testid=stMain]').scrollTop = 240")
     scroll = run("return document.querySelector('[data-testid=stMain]').scrollTop")
     assert scroll > 0
-    path.rename(tmp_path / "away.db")
+
+    path.rename(away)
     wait_for(lambda: browser.status() == "down", 40, "the page says that the source is gone")
     assert "There is no store at" in browser.text()
     assert browser.count(".banner.error[role=alert]") == 1
-    assert len(browser.charts()) == CHARTS["kv-cache"], "what was last read is kept"
+    assert len(browser.charts()) == charts, "what was last read is kept"
     browser.picture("app-source-gone", whole=False)
-    (tmp_path / "away.db").rename(path)
+
+    away.rename(path)
     wait_for(lambda: browser.status() in ("live", "stale"), 40, "the page goes on by itself")
     wait_for(lambda: browser.count(".banner.error") == 0, 20, "the banner leaves")
     assert run("return window.marked") == 1, "the page was reloaded"
     assert abs(run("return document.querySelector('[data-testid=stMain]').scrollTop") - scroll) <= 2
-
-
-def test_an_empty_store_says_what_to_do_and_a_partial_one_what_is_missing(
-    browser: Browser, start_app: Start, tmp_path: Path, rows: dict[str, pd.DataFrame]
-) -> None:
-    store = create(tmp_path / "store.db")
-    url = start_app(store.path)
-    browser.look(1280, 800, "light")
-    browser.open(url, 0)
-    assert "Nothing has been recorded yet." in browser.text()
-    assert "kvscope record" in browser.text()
-    browser.picture("app-empty")
-    for name, frame in rows.items():
-        if "kv_usage" in name or "requests_" in name:
-            store.append(name, frame)
-    wait_for(lambda: len(browser.charts()) == 4, 40, "the page fills by itself")
-    assert browser.count(".placeholder.absent") >= 4
-    assert browser.count(".placeholder.failed") == 0
-    browser.picture("app-partial")
-    assert browser.driver.find_element(By.CSS_SELECTOR, ".st-key-model input").get_attribute("value") == synthetic.MODEL
+    wait_for(lambda: run(f"return !{CHART}.drawnBefore"), 40, "the chart is drawn anew")
+    zoom = f"return {CHART}._fullLayout.xaxis.range.map(t => String(t).slice(0, 16))"
+    wait_for(lambda: run(zoom) == ["2026-01-01 00:10", "2026-01-01 00:20"], 5, "the zoom is kept")

@@ -57,6 +57,14 @@ def test_ticks_come_once_at_each_interval_with_fresh_gauges():
     assert [running for _, running in seen] == [0, 0, 1, 1, 1]
 
 
+def test_ticks_that_no_float_holds_exactly_come_once_each_and_time_goes_on():
+    engine, seen = make_engine(TimedExecutor()), []
+    engine.run([make_request(PromptSpan(8, (1,)), 2, arrival=700.0)], tick_seconds=0.7, on_tick=seen.append)
+    assert len(seen) == 1000
+    assert seen == pytest.approx([0.7 * (i + 1) for i in range(1000)], abs=0.021)
+    assert seen == sorted(set(seen))
+
+
 def test_what_is_refused_is_marked_and_the_others_go_on():
     engine = make_engine(TimedExecutor(), max_queued=1, max_num_seqs=1)
     requests = [make_request(PromptSpan(n, (1,)), 4, arrival=0.0) for n in (8, 500, 8)]
