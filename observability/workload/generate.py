@@ -62,7 +62,7 @@ class LoadSettings:
 
 PRESETS: dict[str, LoadSettings] = {
     "recorded": LoadSettings(),
-    # For SmolLM2-135M on two CPU cores (about 300 prompt tokens/s, 50 ms a decode step): a third busy on average, with
+    # For SmolLM2-135M on two CPU cores (about 300 prompt tokens/s, 50 ms a decode step): a fifth busy on average, with
     # queues at the evening peak. 1/24 of the recorded lengths, prompts in the two lowest length buckets.
     "laptop": LoadSettings(
         requests_per_second=0.1, length_scale=1 / 24, max_prompt_tokens=6144, day_strength=2.0, burstiness=0.4

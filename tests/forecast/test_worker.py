@@ -99,7 +99,7 @@ def test_the_page_shows_the_same_errors(forecast_store: tuple[Path, dict]) -> No
     at = pd.Timestamp(said["at"]).timestamp()
     view = make_view("m", 3600, at)
     for signal_of in (KV_USAGE, REQUESTS):
-        for shown in outlook.outlooks(EmbeddedStore(path), view, signal_of):
+        for shown in outlook.prospect(EmbeddedStore(path), view, signal_of).models:
             [score] = [s for s in said["scores"] if (s["signal"], s["model"]) == (signal_of.name, shown.model)]
             assert shown.accuracy is not None
             assert shown.accuracy.mae == pytest.approx(score["mean_absolute_error"])
