@@ -30,6 +30,9 @@ from observability.engine.model.loading import LoadedModel, load_model
 from observability.engine.types import EngineConfig, Request, SamplingParams, StepPlan, StepResult
 from observability.telemetry.recorder import Telemetry
 
+#: How many of the requests transformers also serves one at a time, as a server without batching would; it would take minutes for all.
+_SINGLE = 4
+
 #: Rows of each step's projections, rows of its logits -> how many steps had them.
 Shapes = Counter[tuple[int, int]]
 
@@ -90,14 +93,15 @@ def run_products(loaded: LoadedModel, shapes: Shapes) -> tuple[float, float]:
     return total, operations
 
 
-def transformers_runner(prompts: list[list[int]], output: int) -> Callable[[], float]:
+def transformers_runner(output: int) -> Callable[[list[list[int]]], float]:
+    """A function that gives the seconds of one `generate` call for prompts of equal length."""
     from transformers import AutoModelForCausalLM
 
     path = fetch_model()
     model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    ids = torch.tensor(prompts)
 
-    def run() -> float:
+    def run(prompts: list[list[int]]) -> float:
+        ids = torch.tensor(prompts)
         start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
@@ -134,13 +138,14 @@ def main() -> None:
         max_queued=arguments.requests,
         kv_dtype=arguments.kv_dtype,
     )
-    reference = None if arguments.no_transformers else transformers_runner(prompts, arguments.output)
-    engines, products, references = [], [], []
+    reference = None if arguments.no_transformers else transformers_runner(arguments.output)
+    engines, products, batched, single = [], [], [], []
     for _ in range(arguments.rounds):
         engines.append(run_engine(loaded, config, prompts, arguments.output))
         products.append(run_products(loaded, engines[-1][1]))
         if reference is not None:
-            references.append(reference())
+            batched.append(reference(prompts))
+            single.append(sum(reference([prompt]) for prompt in prompts[:_SINGLE]))
     seconds, shapes, components = min(engines, key=lambda run: run[0])
     product_seconds, operations = min(products)
     tokens = arguments.requests * length
@@ -158,24 +163,28 @@ def main() -> None:
         "rounds": {
             "engine_seconds": [e[0] for e in engines],
             "product_seconds": [p[0] for p in products],
-            "transformers_seconds": references,
+            "transformers_batched_seconds": batched,
+            "transformers_single_seconds": single,
         },
     }
-    if references:
-        result |= {
-            "transformers_seconds": min(references),
-            "transformers_tokens_per_second": tokens / min(references),
-            "times_transformers": min(references) / seconds,
+    if reference is not None:
+        speeds = {
+            "batched": tokens / min(batched),
+            "single": min(_SINGLE, arguments.requests) * length / min(single),
         }
+        for name, speed in speeds.items():
+            result[f"transformers_{name}_tokens_per_second"] = speed
+            result[f"times_transformers_{name}"] = tokens / seconds / speed
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
     print(f"engine        {seconds:8.2f} s  {tokens / seconds:8.0f} tokens/s (prompt and output)")
     print(f"products only {product_seconds:8.2f} s  {result['product_gflop_per_second']:8.0f} GFLOP/s")
     print(f"              the engine reaches {result['share_of_product_limit']:.2f} of that limit")
-    if references:
-        print(f"transformers  {min(references):8.2f} s  {result['transformers_tokens_per_second']:8.0f} tokens/s")
-        print(f"              the engine is {result['times_transformers']:.2f} times as fast")
+    if reference is not None:
+        for name, what in (("batched", "all in one batch"), ("single", "one request at a time")):
+            speed, times = result[f"transformers_{name}_tokens_per_second"], result[f"times_transformers_{name}"]
+            print(f"transformers  {speed:19.0f} tokens/s, {what}: the engine is {times:.2f} times as fast")
     for name, spent in result["engine_seconds_by_component"].items():
         print(f"  {name:16s} {spent:8.2f} s")
 
