@@ -96,14 +96,15 @@ class PlainBPE:
                 at = digit.end()
 
     def _merge(self, word: str) -> list[int]:
-        symbols = [self.symbols[b] for b in word.encode()]
+        # Six control bytes, and \xf1 and \xf2, have no token: they are left out before merging, as transformers does.
+        symbols = [s for s in (self.symbols[b] for b in word.encode()) if s in self.ids]
         while len(symbols) > 1:
             ranked = [(self.ranks.get(pair, len(self.ranks)), i) for i, pair in enumerate(itertools.pairwise(symbols))]
             rank, i = min(ranked)
             if rank == len(self.ranks):
                 break
             symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
-        return [self.ids[s] for s in symbols if s in self.ids]  # six control bytes, and \xf1 and \xf2, have no token
+        return [self.ids[s] for s in symbols]
 
     def knows(self, text: str) -> bool:
         return all(self.symbols[b] in self.ids for b in text.encode())
