@@ -13,9 +13,9 @@ from observability.app.queries import KV_USAGE, REQUESTS, quantile_signal
 from observability.app.view import View
 from observability.forecast.backtest import SCORED_SECONDS
 from observability.forecast.series import READ_STEP, grid_step, on_grid
-from observability.forecast.types import HORIZON_STEPS, MODEL_TITLES, MODELS, level_column
 from observability.objectives import TTFT
 from observability.signals import Signal
+from observability.store.forecasts import HORIZON_STEPS, MODEL_TITLES, MODELS, level_column
 from observability.store.source import SeriesSource
 
 FORECAST_SIGNALS = (REQUESTS, KV_USAGE, quantile_signal(TTFT, 0.99))

@@ -13,8 +13,8 @@ from observability.app.outlook import Outlook
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
 from observability.app.view import View, moment
-from observability.forecast.types import MODEL_TITLES
 from observability.signals import Signal
+from observability.store.forecasts import MODEL_TITLES
 
 QUESTIONS = {
     queries.REQUESTS.name: "How much load comes next hour?",

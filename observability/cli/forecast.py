@@ -172,7 +172,7 @@ def _print_table(run: Run) -> None:
     from rich.table import Table
 
     from observability.forecast.series import FORECAST_SIGNALS
-    from observability.forecast.types import MODEL_TITLES
+    from observability.store.forecasts import MODEL_TITLES
 
     short = {each.name: (name, each.unit) for name, each in FORECAST_SIGNALS.items()}
     scored = {(s.signal.name, _labels(s.labels), score.model): score for s, each in run.scored for score in each}

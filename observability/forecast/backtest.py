@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from observability.forecast.series import DAY_SECONDS, GridSeries, window
-from observability.forecast.types import HORIZON_STEPS, STEP_SECONDS, Forecast, Score
+from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast, Score
 
 HINDCAST_EVERY_SECONDS = 3600.0
 HINDCAST_SECONDS = DAY_SECONDS

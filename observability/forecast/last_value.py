@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from observability.forecast.types import HORIZON_STEPS, LEVELS
+from observability.store.forecasts import HORIZON_STEPS, LEVELS
 
 #: Recent volatility is the mean change from step to step over these many steps (3 h, 12 h, all), so weighted. Errors are
 #: counted in units of it, which keeps coverage steady between calm and busy hours.

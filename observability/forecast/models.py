@@ -7,8 +7,8 @@ import numpy as np
 from observability.forecast.last_value import last_value
 from observability.forecast.prophet_model import FitError, prophet_ar1
 from observability.forecast.series import Window
-from observability.forecast.types import LEVELS, Forecast
 from observability.signals import Signal
+from observability.store.forecasts import LEVELS, Forecast
 
 #: Half the least width of a 95 % interval, by unit: one request in 10 minutes; a tenth of a percent; a millisecond.
 #: Below it a constant series would be promised exactly.

@@ -14,7 +14,7 @@ import pandas as pd
 
 from observability.errors import KvscopeError
 from observability.forecast.series import WANTED_SECONDS, Window
-from observability.forecast.types import HORIZON_STEPS, LEVELS, STEP_SECONDS
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, STEP_SECONDS
 
 SEED = 20261
 SAMPLES = 1000

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from observability.forecast.types import STEP_SECONDS, Flag
 from observability.objectives import E2E, TTFT
 from observability.signals import BY_NAME, Signal
+from observability.store.forecasts import STEP_SECONDS, Flag
 from observability.store.source import SeriesSource
 
 #: What is forecast, by the name the command line takes.

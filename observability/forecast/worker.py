@@ -14,9 +14,9 @@ from observability.errors import StoreError
 from observability.forecast.backtest import SCORED_SECONDS, hindcast_origins, scores
 from observability.forecast.models import forecast
 from observability.forecast.series import GridSeries, read_series, window
-from observability.forecast.types import LEVELS, MODELS, Forecast, Score
 from observability.signals import Signal
 from observability.store.embedded import EmbeddedStore, create
+from observability.store.forecasts import LEVELS, MODELS, Forecast, Score
 from observability.store.open import PROMETHEUS, open_source
 from observability.store.source import SeriesSource
 

@@ -1,5 +1,6 @@
 """Where series are read from and written to. Read source.py first: the interface that the app and the forecasts use.
 
 evaluate.py turns scrapes into signals as Prometheus would; recorder.py does so on a schedule and writes embedded.py, one
-SQLite file; prometheus.py reads the same signals from a Prometheus server; open.py picks a source by its name.
+SQLite file; prometheus.py reads the same signals from a Prometheus server; open.py picks a source by its name;
+forecasts.py says what a stored forecast is.
 """

@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 
 from observability.errors import StoreError
-from observability.forecast.types import FRAME_COLUMNS, LEVELS, Forecast, level_column
 from observability.signals import Signal
+from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Forecast, level_column
 from observability.store.source import ANY, LOOKBACK_SECONDS, frame, grid, signal_named
 
 #: "kvsc" in PRAGMA application_id: the file is ours.

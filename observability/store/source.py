@@ -45,7 +45,7 @@ class SeriesSource(Protocol):
 
     def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
         """Stored forecasts of the signal by a forecast model ("prophet", "last_value"), by origin and time: columns of
-        observability.forecast.types.FRAME_COLUMNS plus the signal's labels."""
+        observability.store.forecasts.FRAME_COLUMNS plus the signal's labels."""
 
     def describe(self) -> str:
         """One line for people: what is read, and any restriction that matters."""

@@ -9,8 +9,8 @@ import pandas as pd
 
 from observability import catalog
 from observability.app.outlook import FORECAST_SIGNALS
-from observability.forecast.types import HORIZON_STEPS, LEVELS, Forecast
 from observability.signals import SIGNALS, Signal
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, Forecast
 
 MODEL = "smollm2-135m"
 SHARES = {"queued": 0.46, "kv_wait": 0.12, "prefill": 0.17, "decode": 0.21, "preempted": 0.04}

@@ -14,8 +14,8 @@ from observability.app.page_forecast import between, error, headline, models_tab
 from observability.app.view import View
 from observability.forecast.backtest import scores
 from observability.forecast.series import read_series
-from observability.forecast.types import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from observability.store.embedded import EmbeddedStore, create
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from tests.app import synthetic
 
 SIGNAL = outlook.FORECAST_SIGNALS[0]

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from alerts import rules
 from dashboards import kv_cache_p99
 from dashboards.panels import LabelVariable, Panel, Query

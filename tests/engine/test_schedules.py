@@ -36,7 +36,7 @@ engines = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     engines, st.lists(st.one_of(adds, steps, aborts), max_size=40), st.sets(st.integers(0, VOCABULARY - 1), max_size=1)
 )
@@ -90,7 +90,7 @@ def test_every_request_gets_its_own_tokens_once_and_no_block_leaks(config, opera
     assert value("kvscope_preemptions") == sum(r.num_preemptions for r in requests)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(engines, st.lists(st.tuples(prompts, st.integers(1, 24)), min_size=1, max_size=12))
 def test_a_step_never_exceeds_its_budgets_and_runs_every_decode(config, load):
     engine = make_engine(**config)
@@ -122,7 +122,7 @@ loads = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(engines, loads, st.booleans(), st.sampled_from([None, 0.7]))
 def test_fast_forward_gives_what_single_steps_give(config, load, unbounded, tick_seconds):
     # Where a block lies may differ, and with it which sequences stay adjacent: the paged layout must agree in everything.

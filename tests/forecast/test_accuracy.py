@@ -16,7 +16,7 @@ from observability.forecast.last_value import last_value
 from observability.forecast.models import forecast
 from observability.forecast.prophet_model import fit_prophet, prophet_ar1
 from observability.forecast.series import GridSeries, Window, window
-from observability.forecast.types import HORIZON_STEPS, LEVELS, MODELS, Forecast
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from tests.forecast.conftest import DAY, END, REQUESTS, gridded, load, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword")  # of Prophet on pandas 3

@@ -11,9 +11,9 @@ import pytest
 
 from observability.forecast.models import forecast
 from observability.forecast.series import on_grid, read_series, window, within_bounds
-from observability.forecast.types import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from observability.signals import Signal
 from observability.store.embedded import create
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
 from tests.forecast.conftest import DAY, END, KV_USAGE, REQUESTS, gridded, load
 
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword")  # of Prophet on pandas 3

@@ -17,8 +17,8 @@ import pytest
 
 from observability.app import outlook
 from observability.app.view import make_view
-from observability.forecast.types import MODELS, STEP_SECONDS
 from observability.store.embedded import EmbeddedStore, create
+from observability.store.forecasts import MODELS, STEP_SECONDS
 from tests.conftest import wait_for
 from tests.forecast.conftest import KV_USAGE, REQUESTS
 

@@ -128,3 +128,13 @@ def test_prompts_that_no_model_can_read(tiny: LoadedModel) -> None:
         request.table = type("Table", (), {"blocks": [0]})()
         with pytest.raises(RequestError, match=reason):
             executor.execute(StepPlan([Chunk(request, 0, 4, samples=True)], []))
+
+
+def test_engines_of_different_lengths_share_a_model(tiny: LoadedModel) -> None:
+    """The rotary table of the model only grows: a shorter engine must not take positions from a longer one."""
+    prompt = [5] * 200
+    long = Runner(tiny, EngineConfig(num_blocks=64, max_model_len=512))
+    (before,) = long.run([prompt], [SamplingParams(max_tokens=8)])
+    Runner(tiny, EngineConfig(num_blocks=64, max_model_len=32)).run([[5, 6]], [SamplingParams(max_tokens=4)])
+    (after,) = long.run([prompt], [SamplingParams(max_tokens=8)])
+    assert after.output == before.output

@@ -15,9 +15,9 @@ import pandas as pd
 import pytest
 
 from observability.errors import StoreError
-from observability.forecast.types import FRAME_COLUMNS, LEVELS, Forecast
 from observability.store import embedded
 from observability.store.embedded import EmbeddedStore, SignalBlock
+from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Forecast
 from observability.store.open import open_source
 from observability.store.source import SeriesSource
 

@@ -1,0 +1,57 @@
+"""Imports go one way, as docs/architecture.md says: each part only knows what it is built on."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+
+DATA = {"catalog", "objectives", "signals", "errors"}
+#: What each part may import of ours. The command line and the demo wire everything and are left out.
+MAY_IMPORT = {
+    "observability/catalog.py": set(),
+    "observability/objectives.py": {"catalog"},
+    "observability/signals.py": {"catalog", "objectives"},
+    "observability/telemetry": DATA - {"signals", "objectives"},
+    "observability/engine": {*DATA, "telemetry"},
+    "observability/store": {*DATA, "telemetry"},
+    "observability/workload": {*DATA, "telemetry", "engine", "store"},
+    "observability/forecast": {*DATA, "store"},
+    "observability/app": {*DATA, "store", "forecast", "supervise"},
+    "exporters": {*DATA, "telemetry"},
+    "alerts": DATA,
+    "dashboards": {*DATA, "alerts"},
+}
+
+
+def parts_imported(path: Path) -> set[str]:
+    """First level of each import of ours: `store` for observability.store.source, `alerts` for alerts.rules."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            top, _, rest = module.partition(".")
+            if top == "observability":
+                found.add(rest.split(".")[0])
+            elif top in ("exporters", "alerts", "dashboards"):
+                found.add(top)
+    return found
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_it_is_built_on(part: str) -> None:
+    path = REPO / part
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    own = path.stem
+    assert files
+    for file in files:
+        beyond = parts_imported(file) - MAY_IMPORT[part] - {own}
+        assert not beyond, f"{file.relative_to(REPO)} imports {sorted(beyond)}"
