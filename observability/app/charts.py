@@ -306,7 +306,8 @@ def _fitting(text: str, share_of_width: float) -> str:
 
 
 def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
-    """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given."""
+    """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given. The
+    legend names parts of at least 1 % of a row; the others are drawn and named on hover."""
     sheet = _Sheet(height, barmode="stack", bargap=0.35)
     longest = max(float(parts.sum()) for parts in rows.values())
     factor, unit = axis_unit("seconds", longest)
@@ -324,6 +325,7 @@ def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
             text=[_fitting(f"{readable(name)} {s:.0%}", v / longest) for v, s in zip(values, shares, strict=True)], textposition="inside",
             insidetextanchor="middle", textangle=0, textfont={"size": 11, "color": "white"}, constraintext="none",
             customdata=[(quantity(v, "seconds"), quantity(s, "ratio")) for v, s in zip(values, shares, strict=True)],
+            showlegend=max(shares) >= 0.01,
             hovertemplate=f"{readable(name)}: %{{customdata[0]}} (%{{customdata[1]}})<extra></extra>",
         )  # fmt: skip
     sheet.x |= {"showgrid": True, "ticksuffix": f" {unit}", "nticks": 6}

@@ -68,7 +68,7 @@ def draw(context: Context) -> None:
         )  # fmt: skip
         ui.text_card(
             context, "makeup-now-component", "… and by the engine's step?", "mean seconds a request, newest 5 min", signals,
-            lambda c: _makeup(c, q, "component"), height=112, note="What the engine was doing during that time.",
+            lambda c: _makeup(c, q, "component"), height=136, note="What the engine was doing during that time.",
         )  # fmt: skip
     for column, by in zip(st.columns(2), ORDERS, strict=True):
         with column:

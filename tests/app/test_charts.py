@@ -183,3 +183,15 @@ def test_make_up_bars_add_up_to_the_latency() -> None:
     figure = charts.makeup_bars(rows)
     assert {trace.name for trace in figure.data} == {"queued", "decode"}
     np.testing.assert_allclose(np.sum([trace.x for trace in figure.data], axis=0), [1.5, 0.5])
+
+
+def test_slivers_of_a_make_up_are_drawn_and_not_in_the_legend() -> None:
+    """Ten entries would lie over the bars; what is below 1 % of every row is named on hover alone."""
+    rows = {
+        "slowest 1 %": pd.Series({"forward_prefill": 9.0, "forward_decode": 0.95, "emit": 0.05}),
+        "slower half": pd.Series({"forward_prefill": 3.0, "forward_decode": 1.0, "emit": 0.01}),
+    }
+    drawn = {bar.name: bar for bar in charts.makeup_bars(rows).data}
+    assert {name for name, bar in drawn.items() if bar.showlegend} == {"forward prefill", "forward decode"}
+    assert sum(bar.x[0] for bar in drawn.values()) == pytest.approx(10.0)
+    assert sum(bar.x[1] for bar in drawn.values()) == pytest.approx(4.01)
