@@ -141,6 +141,27 @@ def test_a_prefix_is_shared_while_it_is_in_use():
 # -- KV accounting --------------------------------------------------------------------------------------------------------
 
 
+def test_a_block_that_stayed_private_is_cached_once_its_indexed_twin_is_evicted():
+    engine = make_engine(num_blocks=16, max_model_len=64, contiguous_below=0)
+    prompt = tokens(1, 9)
+    brief, long = make_request(prompt, 1), make_request(prompt, 9)
+    for request in (brief, long):  # computed in one step: one of each pair of equal blocks is indexed
+        engine.add(request)
+    engine.step()
+    held = engine.kv.pool.keyed[long.table.blocks[:2]]
+    assert brief.outcome == "length"
+    assert not held.any(), "the first of two equal prompts is indexed; this test is about the second"
+    engine.add(make_request(tokens(2, 48), 2))  # takes every free block and evicts the last of the two
+    engine.step()
+    assert engine.kv.pool.num_evictable == 1
+    engine.run_until_idle()
+    again = make_request(prompt, 1)
+    engine.add(again)
+    engine.run_until_idle()
+    assert again.num_cached == 8
+    assert_idle_and_whole(engine)
+
+
 def test_qk1_internal_fragmentation_of_17_token_prompts_in_16_token_blocks():
     engine = make_engine(block_size=16, num_blocks=64, max_num_batched_tokens=1024, prefix_caching=False)
     for i in range(8):

@@ -122,11 +122,18 @@ def test_an_idle_engine_waits_and_keeps_its_gauges_fresh(thread):
 
 def test_a_failed_step_ends_the_running_requests_and_the_next_ones_are_served(thread):
     running = [Client(tokens(i, 8), 1000) for i in range(2)]
+    executor = thread.engine.executor
     for client in running:
+        hear = client.request.on_token
+
+        def lose_the_device_after_both_have_tokens(request, token, finished, hear=hear):
+            hear(request, token, finished)
+            if all(c.tokens for c in running) and executor.fail is None and finished is None:
+                executor.fail = RuntimeError("device lost")
+
+        client.request.on_token = lose_the_device_after_both_have_tokens
         thread.engine.add(client.request)
     thread.start()
-    wait_for(lambda: all(c.tokens for c in running), 10, "first tokens")
-    thread.engine.executor.fail = RuntimeError("device lost")
     assert [c.wait() for c in running] == [["error"]] * 2
     assert running[0].request.error == "RuntimeError: device lost"
     thread.engine.executor.fail = None

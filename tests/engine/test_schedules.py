@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from observability.engine.types import PromptSpan
@@ -36,6 +36,27 @@ engines = st.fixed_dictionaries(
 )
 
 
+@example(  # an equal block is held, its twin stays private, and the indexed one is evicted first
+    config={
+        "num_blocks": 16,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 13,
+        "contiguous_below": 30,
+        "prefix_caching": True,
+        "max_model_len": 64,
+    },
+    operations=[
+        ("add", [1, 0, 0, 1, 0, 1], 4, "interactive"),
+        ("step", 1),
+        ("add", [0, 0], 4, "standard"),
+        ("add", [0, 0, 0], 19, "standard"),
+        ("add", [1, 0, 0, 1, 0, 1], 6, "interactive"),
+        ("add", [0] * 10, 4, "interactive"),
+        ("step", 1),
+        ("step", 4),
+    ],
+    stop=set(),
+)
 @settings(max_examples=150, deadline=None)
 @given(
     engines, st.lists(st.one_of(adds, steps, aborts), max_size=40), st.sets(st.integers(0, VOCABULARY - 1), max_size=1)

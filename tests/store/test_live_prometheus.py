@@ -201,11 +201,19 @@ def test_without_rules_signals_are_computed_on_read_and_it_says_so(
     assert source.describe().endswith("recording rules are not loaded, signals are computed on each read")
     name = "model_state:kvscope_kv_blocks:sum"
     wait_for(lambda: len(source.latest(name)), 20, "the first scrape")
-    frame = source.latest(name, {"model": "small", "state": "active"})
-    answer = httpx.get(
-        f"{url}/api/v1/query", params={"query": 'kvscope_kv_blocks{model="small",state="active"}'}, trust_env=False
-    )
+
+    def raw() -> list[float]:
+        query = {"query": 'kvscope_kv_blocks{model="small",state="active"}'}
+        answer = httpx.get(f"{url}/api/v1/query", params=query, trust_env=False)
+        return [float(row["value"][1]) for row in answer.json()["data"]["result"]]
+
+    def read() -> bool:  # a scrape between the reads is seen by the raw values around them
+        nonlocal frame
+        before, frame = raw(), source.latest(name, {"model": "small", "state": "active"})
+        return before == raw() == frame["value"].tolist()
+
+    frame = source.latest(name)
+    wait_for(read, 20, "both reads between two scrapes")
     assert frame[["model", "state"]].to_numpy().tolist() == [["small", "active"]]
-    assert frame["value"].tolist() == [float(row["value"][1]) for row in answer.json()["data"]["result"]]
     assert source.latest(name, {"model": 'no"such\\model'}).empty
     source.close()

@@ -181,11 +181,22 @@ class KVManager:
         table = request.table
         if table is not None and table.blocks:
             self.register((request,))
+            self._offer_again(table)
             if table.layout == CONTIGUOUS:
                 self._leave_contiguous(table)
             self.pool.release(np.array(table.blocks, dtype=np.int64))
             table.clear()
         request.num_computed = 0
+
+    def _offer_again(self, table: BlockTable) -> None:
+        """Registers full blocks that stayed private because an equal block was indexed, which may be gone by now."""
+        if not table.num_registered:
+            return
+        blocks = np.array(table.blocks[: table.num_registered], dtype=np.int64)
+        private = ~self.pool.keyed[blocks]
+        if private.any():
+            assert table.keys is not None
+            self.pool.register(blocks[private], table.keys.get(0, table.num_registered)[private])
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
@@ -255,10 +266,11 @@ class KVManager:
             if pool.keyed[blocks[table.num_registered :]].any():
                 raise IntegrityError(f"{name} has a block indexed that was never registered")
             if table.keys is not None and table.num_registered:
-                keys = table.keys.get(0, table.num_registered)
-                indexed = pool.index.get(keys)
-                if (indexed < 0).any():
-                    raise IntegrityError(f"{name} holds registered blocks whose content cannot be found")
+                # A block offered while an equal one was held stayed private, and that one may have been evicted since.
+                offered = blocks[: table.num_registered]
+                keyed = pool.keyed[offered]
+                if (pool.keys[offered] != table.keys.get(0, table.num_registered))[keyed].any():
+                    raise IntegrityError(f"{name} holds a block that is indexed for other content")
         if set(self._contiguous) != contiguous:
             raise IntegrityError("the list of contiguous tables does not match the running requests")
         wrong = np.flatnonzero(held != pool.refs[: pool.size])
