@@ -23,10 +23,25 @@ COMPONENTS = (
 #: Priority classes, highest first.
 CLASSES = ("interactive", "standard", "long_context")
 #: How a request can end. `stop` and `length` are successes.
-OUTCOMES = ("stop", "length", "abort", "error", "rejected")
+OUTCOMES = ("stop", "length", "abort", "error", "rejected", "deadline")
 BLOCK_STATES = ("free", "evictable", "active")
 LAYOUTS = ("contiguous", "paged", "compressed")
-PREEMPTION_REASONS = ("kv_exhausted",)
+#: kv_exhausted: the blocks were given up and are computed again; kv_swap: they went to the host and come back.
+PREEMPTION_REASONS = ("kv_exhausted", "kv_swap")
+#: Why KV blocks were moved or rewritten.
+MOVES = ("compaction", "compress", "offload", "load", "swap_out", "swap_in")
+PREFETCH_OUTCOMES = ("issued", "useful", "late", "wasted")
+#: What the load controller reacts to.
+CONTROLLER_RULES = ("kv_utilization", "p99_latency", "error_rate")
+CONTROLLER_ACTIONS = ("tighten", "relax", "rollback")
+HOST_STATES = ("free", "cached", "pinned")
+#: What became of a session's KV snapshot after a turn.
+SESSION_SAVES = ("written", "unchanged", "nothing", "busy", "too_large", "failed")
+#: How a turn of a session began. From "unreadable" on a snapshot was refused.
+SESSION_RESUMES = (
+    "imported", "cached", "missing", "diverged", "no_room", "busy", "engine", "unreadable",
+    "content", "checksum", "version", "size", "model", "fingerprint", "kv_scheme", "block_size",
+)  # fmt: skip
 STEP_KINDS = ("prefill", "decode", "mixed")
 ANOMALIES = (
     "negative_interval", "negative_increment", "missing_milestone", "milestone_order", "clock_step", "duplicate_finish",
@@ -56,6 +71,8 @@ TAIL_BOUNDS = (
     0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0,
     12.5, 16.0, 20.0, 25.0, 31.5, 40.0, 50.0, 63.0, 80.0, 100.0, 160.0, 320.0, 640.0,
 )  # fmt: skip
+RATIO_BOUNDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+SPREAD_BOUNDS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 RELATIVE_ERROR_BOUNDS = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.016, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
 )  # fmt: skip
@@ -231,6 +248,45 @@ KV_LAYOUT_FALLBACKS = _counter(
     "Requests meant for a contiguous layout that found no adjacent block and went paged.",
 )
 
+KV_LAYOUT_CHANGES = _counter(
+    "kvscope_kv_layout_changes", "sequences", ("model", "layout"),
+    "Running sequences that took on another layout, by the one they went to: they grew past a bound.",
+)  # fmt: skip
+KV_COMPRESSED_BLOCKS = _gauge(
+    "kvscope_kv_compressed_blocks", "blocks", ("model", "state"),
+    "Quantized KV blocks of long sequences by state, beside kvscope_kv_blocks. Each holds a full block of tokens.",
+)  # fmt: skip
+KV_FIXED_BYTES = _gauge(
+    "kvscope_kv_fixed_bytes", "bytes", _M,
+    "KV memory of running requests that does not grow with their length (sliding windows), beside the blocks.",
+)  # fmt: skip
+KV_HOST_BLOCKS = _gauge(
+    "kvscope_kv_host_blocks", "blocks", ("model", "state"),
+    "Host-tier blocks by state: free, cached (evicted from the device, can be hit), pinned (of swapped-out requests).",
+)  # fmt: skip
+KV_MOVED_BLOCKS = _counter(
+    "kvscope_kv_moved_blocks", "blocks", ("model", "reason"),
+    "KV blocks moved or rewritten: compaction, compress (quantized), offload and load (host tier), swap_out and swap_in.",
+)  # fmt: skip
+KV_MOVE_SECONDS = _counter(
+    "kvscope_kv_move_seconds", "seconds", ("model", "reason"),
+    "Time that the engine spent on moving KV blocks, between steps. Loads run beside the steps: only waiting for them counts.",
+)  # fmt: skip
+KV_COMPACTION_RECOVERED = _counter(
+    "kvscope_kv_compaction_recovered_blocks", "blocks", _M,
+    "Growth of the longest run of adjacent allocatable blocks by compaction, summed over its slices.",
+)  # fmt: skip
+KV_PREFETCH_BLOCKS = _counter(
+    "kvscope_kv_prefetch_blocks", "blocks", ("model", "outcome"),
+    "Blocks brought back from the host ahead of their use: issued, and of these useful (hit once there), late (hit while on their way), "
+    "wasted (evicted unused). issued = useful + late + wasted + still waiting for use.",
+)  # fmt: skip
+KV_SWITCH_LOSS = _histogram(
+    "kvscope_kv_context_switch_hit_loss_ratio", "ratio", _M,
+    "At the first request after the class or tenant changed: hit ratio that its class and tenant had before, less the one it got. "
+    "0: the switch cost nothing.", RATIO_BOUNDS,
+)  # fmt: skip
+
 # Quantization of stored KV, on sampled live blocks
 _Q = ("model", "tensor", "layer_group", "scheme")
 KV_QUANT_ERROR = _counter(
@@ -268,6 +324,48 @@ STEP_TOKENS = _counter(
     "tokens",
     ("model", "phase"),
     "Tokens run through the model, prefill or decode, recomputation included.",
+)
+
+# Batching and the load controller
+PREFILL_SPREAD = _histogram(
+    "kvscope_prefill_batch_spread_ratio", "ratio", _M,
+    "q75/q25 of the lengths left to compute among requests in prefill, at each step with two or more.", SPREAD_BOUNDS,
+)  # fmt: skip
+BATCH_SPLITS = _counter(
+    "kvscope_prefill_batch_splits", "steps", _M, "Steps that left long prefills out for their spread."
+)
+QUEUE_PROMOTIONS = _counter(
+    "kvscope_queue_promotions", "requests", _MC, "Waiting requests that became overdue and went to the front."
+)
+LIMIT_BATCHED_TOKENS = _gauge(
+    "kvscope_limit_batched_tokens", "tokens", _M, "Most tokens of a step as the load controller has it now."
+)
+LIMIT_PREFILLS = _gauge(
+    "kvscope_limit_prefills",
+    "requests",
+    _M,
+    "Most requests in prefill as the load controller has it now; 1 is serial admission.",
+)
+CONTROLLER_CHANGES = _counter(
+    "kvscope_controller_changes", "changes", ("model", "rule", "action"), "Changes of limits by the load controller."
+)
+REQUESTS_DEGRADED = _counter(
+    "kvscope_requests_degraded",
+    "requests",
+    ("model", "rule"),
+    "Requests that the load controller degraded, once a rule.",
+)
+
+# Sessions that move between replicas
+SESSION_SNAPSHOTS = _counter(
+    "kvscope_session_snapshots", "turns", ("model", "outcome"), "Turns of sessions by what became of their KV snapshot."
+)
+SESSION_STARTS = _counter(
+    "kvscope_session_resumes", "turns", ("model", "outcome"),
+    "Turns of sessions by how they began: imported from a snapshot, cached here, missing, or why a snapshot was refused.",
+)  # fmt: skip
+SESSION_TOKENS = _counter(
+    "kvscope_session_imported_tokens", "tokens", _M, "Prompt tokens whose KV came from another replica's snapshot."
 )
 
 # The exporter about itself

@@ -34,13 +34,17 @@ def replay(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Simulate this GPU in virtual time: A10G, A100-40, A100-80, H100, H200, cpu-laptop.",
+            metavar="NAME|FILE",
+            help="Simulate this GPU in virtual time: A10G, A100-40, A100-80, H100, H200, cpu-laptop; or `calibrated`: this machine as `kvscope calibrate` measured it, or a calibration's FILE.json.",
             rich_help_panel=_TARGET,
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Cost model for --gpu, such as llama-3-8b or deepseek-v3.", rich_help_panel=_TARGET),
+        typer.Option(
+            help="Cost model for --gpu, such as llama-3-8b or deepseek-v3. With a calibration: the model it was made with.",
+            rich_help_panel=_TARGET,
+        ),
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share each layer.", rich_help_panel=_TARGET)] = 1,
     torch: Annotated[
@@ -156,6 +160,8 @@ def replay(
 
         kvscope replay mooncake.jsonl --gpu H200 --model llama-3-70b --tensor-parallel 4 --time-scale 2
 
+        kvscope replay generated --gpu calibrated --preset laptop --limit 20
+
         kvscope replay generated --torch smollm2-135m --limit 20
 
         kvscope replay generated --preset laptop --url http://127.0.0.1:8000 --span 120
@@ -182,8 +188,11 @@ def replay(
             )  # fmt: skip
             result = replay_http(source.requests(), settings, describe=source.describe(), on_end=on_end)
         else:
+            from observability.engine.executor.calibrated import is_calibration, load_calibration
             from observability.workload.replay import InProcess, replay_in_process
 
+            if gpu is not None and model is None and is_calibration(gpu):
+                model = load_calibration(gpu, kv_dtype=kv_dtype).model
             target = InProcess(
                 gpu=None if torch else gpu or "H100",
                 model=torch or model or "llama-3-8b",

@@ -7,7 +7,8 @@ import ipaddress
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +23,18 @@ if TYPE_CHECKING:
 
 _DEFAULT_BLOCKS = 1024
 _DEFAULT_MAX_CONTEXT = 8192
-_SERVER, _KV, _BATCHING = "Server", "KV cache", "Batching"
+_SERVER, _KV, _BATCHING, _SESSIONS, _MECHANISMS = "Server", "KV cache", "Batching", "Sessions", "Mechanisms"
+#: Engine settings that have an option of their own.
+_OPTIONS = (
+    "block_size",
+    "num_blocks",
+    "kv_dtype",
+    "contiguous_below",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_queued",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -97,11 +109,38 @@ def serve(
     max_queued: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.", rich_help_panel=_BATCHING)
     ] = 256,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A mechanism of the engine, such as num_host_blocks=4096, compaction_seconds=0.002, controller=on or controller.p99_high_seconds=1.5; may be given more than once. docs/engine.md lists them.",
+            rich_help_panel=_MECHANISMS,
+            show_default=False,
+        ),
+    ] = None,
+    snapshot_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Keep the KV of sessions here after each turn, so that another replica with the same directory can go on with them.",
+            rich_help_panel=_SESSIONS,
+            show_default=False,
+        ),
+    ] = None,
+    snapshot_max_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Most that the files there take, such as 4GiB; snapshots used least lately go first.",
+            rich_help_panel=_SESSIONS,
+        ),
+    ] = "4GiB",
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with Prometheus metrics at /metrics.
 
     A request chooses its priority class by the header `x-kvscope-class` (interactive, standard, long_context), by
-    `service_tier` (priority, default, flex) or by `priority` (below 0, 0, above 0).
+    `service_tier` (priority, default, flex) or by `priority` (below 0, 0, above 0). It names its session by the header
+    `X-Session-ID` or by `session_id`, its tenant by the header `X-Tenant`, and may set `deadline_seconds`.
 
     Examples:
 
@@ -110,16 +149,24 @@ def serve(
         kvscope serve ~/models/Llama-3.2-1B-Instruct --kv-memory 4GiB --kv-dtype int8
 
         KVSCOPE_TOKEN=secret kvscope serve --host 0.0.0.0 --port 8080
+
+        kvscope serve --port 8001 --snapshot-dir /var/lib/kvscope/sessions
+
+        kvscope serve --engine num_host_blocks=4096 --engine compaction_seconds=0.002 --engine controller=on
+
+        kvscope serve tiny-mla --engine prefix_caching=off
     """
     token = (token or "").strip() or None
-    if token is None and not insecure and not _is_loopback(host):
+    if token is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, and no token is set.",
             next_step="Set KVSCOPE_TOKEN, listen on 127.0.0.1, or give --insecure.",
         )
     if kv_blocks is not None and kv_memory is not None:
         raise ConfigError("--kv-blocks and --kv-memory both set the size of the pool.", next_step="Give one of them.")
-    memory = None if kv_memory is None else _bytes(kv_memory)
+    memory = None if kv_memory is None else _bytes("--kv-memory", kv_memory)
+    snapshot_bytes = _bytes("--snapshot-max-bytes", snapshot_max_bytes)
+    mechanisms = _mechanisms(engine or [])
 
     from observability.engine.http_server import listen
     from observability.engine.server import ServerSettings
@@ -142,46 +189,74 @@ def serve(
             from observability.engine.model.loading import load_model
 
             loaded = load_model(model, device=device)
-            config = _fit(config, loaded, memory, max_model_len)
-        _run(loaded, config, ServerSettings(token=token, grace_seconds=grace), listener)
+            config = _fit(config, loaded, memory, max_model_len, mechanisms)
+        _run(loaded, config, ServerSettings(token=token, grace_seconds=grace), listener, snapshot_dir, snapshot_bytes)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _bytes(size: str) -> int:
+def _bytes(option: str, size: str) -> int:
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
         return int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError:
         raise ConfigError(
-            f"--kv-memory {size!r} is not a size.", next_step="Give a number and a unit, such as 512MiB."
+            f"{option} {size!r} is not a size.", next_step="Give a number and a unit, such as 512MiB."
         ) from None
 
 
-def _fit(config: EngineConfig, loaded: LoadedModel, memory: int | None, max_model_len: int | None) -> EngineConfig:
-    """`config` with as many blocks as `memory` bytes hold (None: as it is) and the context that model and pool allow."""
+def _mechanisms(pairs: list[str]) -> dict[str, Any]:
+    from observability.engine.settings import parse_settings
+
+    settings = parse_settings(pairs)
+    for name in _OPTIONS:
+        if name in settings:
+            option = "--kv-blocks" if name == "num_blocks" else "--" + name.replace("_", "-")
+            raise ConfigError(f"--engine {name} has an option of its own.", next_step=f"Use {option}.")
+    return settings
+
+
+def _fit(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    memory: int | None,
+    max_model_len: int | None,
+    mechanisms: dict[str, Any],
+) -> EngineConfig:
+    """`config` with its mechanisms, as many blocks as `memory` bytes hold (None: as it is) and the context that model and pool allow."""
     from observability.engine.executor.torch_executor import TorchExecutor
 
     if memory is not None:
-        probe = TorchExecutor(loaded, replace(config, num_blocks=1, max_num_seqs=1), None)
-        if memory < probe.kv_bytes_per_block:
+        small = replace(config, num_blocks=1, max_num_seqs=1, prefix_caching=mechanisms.get("prefix_caching", True))
+        probe = TorchExecutor(loaded, small, None)
+        room = memory - config.max_num_seqs * probe.kv_fixed_bytes_per_sequence
+        if room < probe.kv_bytes_per_block:
             raise ConfigError(
-                f"--kv-memory of {memory} bytes holds no block: one takes {probe.kv_bytes_per_block} bytes.",
-                next_step="Give more memory, or a smaller --block-size.",
+                f"--kv-memory of {memory} bytes holds no block beside {memory - room} bytes that {config.max_num_seqs} sequences "
+                f"take: a block takes {probe.kv_bytes_per_block} bytes.",
+                next_step="Give more memory, a smaller --block-size or a smaller --max-num-seqs.",
             )
-        config = replace(config, num_blocks=memory // probe.kv_bytes_per_block)
+        config = replace(config, num_blocks=room // probe.kv_bytes_per_block)
     assert config.num_blocks is not None
-    room = min(_DEFAULT_MAX_CONTEXT, loaded.config.max_position, config.num_blocks * config.block_size)
-    return replace(config, max_model_len=room if max_model_len is None else max_model_len)
+    blocks = mechanisms.get("num_compressed_blocks") or config.num_blocks  # what a longest sequence lies in
+    longest = min(_DEFAULT_MAX_CONTEXT, loaded.config.max_position, blocks * config.block_size)
+    return replace(config, max_model_len=longest if max_model_len is None else max_model_len, **mechanisms)
 
 
-def _run(loaded: LoadedModel, config: EngineConfig, settings: ServerSettings, listener: socket.socket) -> None:
+def _run(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: socket.socket,
+    snapshot_dir: Path | None,
+    snapshot_bytes: int,
+) -> None:
     """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
     from exporters.prometheus import metrics_app
     from observability.engine.clock import MonotonicClock
@@ -198,12 +273,24 @@ def _run(loaded: LoadedModel, config: EngineConfig, settings: ServerSettings, li
     telemetry = Telemetry(loaded.name, executor="torch", virtual=False, device=device, kv_dtype=stored, clock=clock.now)
     executor = TorchExecutor(loaded, config, telemetry, clock=clock)
     thread = EngineThread(Engine(config, executor, telemetry, loaded.eos_token_ids))
-    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token))
+    sessions = None
+    if snapshot_dir is not None:
+        from observability.engine.sessions import SessionStore, weights_fingerprint
+
+        sessions = SessionStore(
+            snapshot_dir,
+            thread.engine,
+            model=loaded.name,
+            fingerprint=weights_fingerprint(loaded),
+            kv_scheme=stored,
+            max_bytes=snapshot_bytes,
+        )
+    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token), sessions)
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
     host, port = listener.getsockname()[:2]
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    with _quiet_signals():
+    with quiet_signals():
         thread.start()
         try:
             typer.echo(
@@ -213,11 +300,13 @@ def _run(loaded: LoadedModel, config: EngineConfig, settings: ServerSettings, li
             )
             HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds).run(sockets=[listener])
         finally:
+            if sessions is not None:
+                sessions.close()
             thread.stop()
 
 
 @contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
+def quiet_signals() -> Iterator[None]:
     """uvicorn ends on SIGINT and SIGTERM and then raises them again for whoever handled them before it: here nobody, so
     that a stop that was asked for is a success, and a second Ctrl-C does not cut the clean-up short."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}

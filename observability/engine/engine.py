@@ -7,24 +7,40 @@ through runs of equal decode steps; `on_tick` is called at fixed intervals of vi
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
 from observability.catalog import COMPONENTS, STEP_KINDS
+from observability.engine.controller import Controller
 from observability.engine.kv.manager import KVManager
 from observability.engine.scheduler import CLASS_INDEX, DECODE, Scheduler
-from observability.engine.types import EngineConfig, Executor, PromptSpan, Request, StepPlan, StepResult
+from observability.engine.types import (
+    EngineConfig,
+    Executor,
+    Limits,
+    PromptSpan,
+    Request,
+    StepPlan,
+    StepResult,
+)
 from observability.errors import ConfigError, KvscopeError, QueueFullError, RequestError, ServiceError
 from observability.telemetry.cells import KVState
+from observability.telemetry.mechanisms import LOAD
 from observability.telemetry.recorder import Telemetry
 
 _log = logging.getLogger(__name__)
-_SCHEDULE, _SAMPLE, _EMIT, _IDLE = (COMPONENTS.index(name) for name in ("schedule", "sample", "emit", "idle"))
+_SCHEDULE, _SAMPLE, _EMIT, _IDLE, _KV_MOVE = (
+    COMPONENTS.index(name) for name in ("schedule", "sample", "emit", "idle", "kv_move")
+)
+T = TypeVar("T")
 _KIND = {name: i for i, name in enumerate(STEP_KINDS)}
 _RECENT_ENDS = 32  # ended requests from which the waiting time of a refused client is estimated
 
@@ -47,13 +63,23 @@ class Engine:
         self.config = config
         self.executor = executor
         self.telemetry = telemetry
-        self.kv = KVManager(config, telemetry, executor.kv_bytes_per_block)
-        self.scheduler = Scheduler(config, self.kv, telemetry, executor)
+        self.kv = KVManager(config, telemetry, executor)
+        self.limits = Limits(config.max_num_batched_tokens, config.max_num_seqs)
+        self.scheduler = Scheduler(config, self.kv, telemetry, executor, self.limits)
+        self.controller: Controller | None = None
+        if config.controller is not None:
+            self.controller = Controller(config.controller, config, telemetry, self.limits, executor.clock.now())
+            self.scheduler.on_admit = self._degrade
         self.work = threading.Event()  # set when add(), abort() or close() left something for the engine's thread
         self._clock = executor.clock
         self._eos = eos_token_ids
         self._inbox: deque[Request] = deque()
         self._aborts: deque[tuple[Request, str, str | None]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._deadlines: list[
+            tuple[float, int, Request]
+        ] = []  # heap; entries of ended requests are dropped when they come up
+        self._added = 0
         self._front = threading.Lock()  # held by add() and while the inbox is emptied
         self._closed: str | None = None
         self._idle = False
@@ -136,6 +162,20 @@ class Engine:
         self._aborts.append((request, outcome, error))
         self.work.set()
 
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Has `work` done on the engine's thread, between two steps. Its result or exception goes into the future; a future of an
+        engine that has stopped gets a ServiceError."""
+        future: Future[T] = Future()
+        with self._front:
+            if self._closed is None:
+                self._calls.append((work, future))
+            else:
+                future.set_exception(
+                    ServiceError(f"The engine has stopped: {self._closed}", next_step="Start it again.")
+                )
+        self.work.set()
+        return future
+
     def close(self, reason: str) -> None:
         """Refuses new requests from now on; `reason` goes into the error that they get."""
         with self._front:
@@ -158,16 +198,47 @@ class Engine:
         While there is nothing to do, each call books the time since the last one as idle and keeps the gauges fresh.
         """
         self._pick_up()
+        if self._deadlines:
+            self._interrupt_late()
         if not self.scheduler.has_work:
             self._stay_idle()
             return False
         self.telemetry.begin_step()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.telemetry.last)
         began = self.telemetry.lap(_SCHEDULE)
-        result = self.executor.execute(plan, until)
-        self._commit(plan, result, began)
+        if plan.prefill or plan.decode:
+            result = self.executor.execute(plan, self._next_event(until) if plan.repeats > 1 else until)
+            self._commit(plan, result, began)
+        else:
+            self.scheduler.wait_for_load()
+            self.telemetry.mechanisms.moved(LOAD, 0, self.telemetry.lap(_KV_MOVE) - began)
+        if self.controller is not None and self.telemetry.last >= self.controller.next_look:
+            self.controller.look(self.telemetry.last, self.kv.utilization, self.scheduler.in_line())
         self._publish_if_due()
         return True
+
+    def _next_event(self, until: float | None) -> float | None:
+        """When a run of equal steps must end at the latest: what it is told, a load that ends, a deadline, a look of the controller."""
+        events = [until, self.kv.next_arrival(), self._deadlines[0][0] if self._deadlines else None]
+        events.append(self.controller.next_look if self.controller is not None else None)
+        return min((event for event in events if event is not None), default=None)
+
+    def _interrupt_late(self) -> None:
+        """Ends the requests whose deadline has passed."""
+        now = self._clock.now()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].outcome is not None):
+            deadline, _, request = heapq.heappop(self._deadlines)
+            if request.outcome is None:
+                late = now - deadline
+                self._end(
+                    request,
+                    "deadline",
+                    f"The deadline passed {late:.3f} s ago; {request.num_generated} tokens were generated.",
+                )
+
+    def _degrade(self, request: Request) -> None:
+        assert self.controller is not None
+        self.controller.degrade(request, self.telemetry.last)
 
     def run_until_idle(self) -> None:
         """Steps until every request has ended."""
@@ -245,7 +316,7 @@ class Engine:
 
     def _pick_up(self) -> None:
         """Takes in what other threads left: new requests, then aborts, so that an abort finds its request."""
-        if not self._inbox and not self._aborts:
+        if not self._inbox and not self._aborts and not self._calls:
             return
         self.telemetry.lap(_IDLE if self._idle else _SCHEDULE)
         self._idle = False
@@ -258,6 +329,17 @@ class Engine:
                     request.request_id, request.request_class, request.prompt_len, request.arrival
                 )
                 self.scheduler.add(request)
+                if request.deadline is not None:
+                    self._added += 1
+                    heapq.heappush(self._deadlines, (request.deadline, self._added, request))
+            calls = [self._calls.popleft() for _ in range(len(self._calls))]
+        for work, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except Exception as failure:
+                future.set_exception(failure)
         for request, outcome, error in aborts:
             if request.outcome is None and request.trace is not None:
                 if outcome == "stop" and not request.num_generated:
@@ -268,6 +350,8 @@ class Engine:
         if self._idle:
             self.telemetry.lap(_IDLE)
             self.telemetry.begin_step()  # an arrival from here on falls into idle time
+            if self.controller is not None and self.telemetry.last >= self.controller.next_look:
+                self.controller.look(self.telemetry.last, self.kv.utilization, ())  # silence lets limits go, too
             self._publish_if_due()
         else:
             if not self._ticking:
@@ -295,6 +379,8 @@ class Engine:
             request.num_computed = end
             if chunk.samples:
                 request.num_generated += 1
+                if self.controller is not None and request.num_generated == 1:
+                    self.controller.first_token(now - request.arrival, now)
                 telemetry.prefilled(request.trace)
                 telemetry.transition(request.trace, DECODE)
                 scheduler.to_decode(request)
@@ -336,7 +422,7 @@ class Engine:
             for request, reason in done.items():
                 request.outcome = reason
                 telemetry.finish(request.trace, reason, now)  # type: ignore[arg-type]
-                self._ends.append(now)
+                self._has_ended(request, now)
         for i, request in enumerate(got_token):
             if request.on_token is not None:
                 for _ in range(steps - 1):
@@ -355,8 +441,13 @@ class Engine:
         assert request.trace is not None
         now = self.telemetry.lap(_SCHEDULE)
         self.telemetry.finish(request.trace, outcome, now)
-        self._ends.append(now)
+        self._has_ended(request, now)
         self._deliver(request, None, outcome)
+
+    def _has_ended(self, request: Request, now: float) -> None:
+        self._ends.append(now)
+        if self.controller is not None:
+            self.controller.ended(request, now)
 
     def _deliver(self, request: Request, token: int | None, reason: str | None) -> None:
         if request.on_token is None:

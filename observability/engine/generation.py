@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry.trace import get_current_span
+
 from observability.engine import openai_types as wire
 from observability.engine.engine import Engine
 from observability.engine.openai_types import ApiError
@@ -14,7 +16,7 @@ from observability.engine.streaming import Detokenizer, StopStrings, TokenEvent,
 from observability.engine.types import Request, SamplingParams
 from observability.errors import KvscopeError
 
-_SERVED = ("stop", "length")
+_SERVED = ("stop", "length", "deadline")  # outcomes after which a client has its text, or what there is of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,13 @@ class Generation:
         params: SamplingParams,
         request_class: str,
         arrival: float,
+        deadline: float | None = None,
+        tenant: str = "",
+        session_id: str = "",
     ) -> None:
         self.identity = identity
         self.created = int(time.time())
+        span = get_current_span()
         self.on_close: Callable[[], None] | None = None
         self._engine = engine
         self._inbox = TokenInbox(wakeups)
@@ -104,6 +110,10 @@ class Generation:
                     request_class,
                     arrival,
                     self._deliver_to(index),
+                    deadline,
+                    tenant,
+                    session_id,
+                    span if span.is_recording() else None,
                 ),
                 decode,
             )
@@ -130,6 +140,8 @@ class Generation:
             batch = []
             for event in await self._inbox.take():
                 choice = self.choices[event.index]
+                if event.outcome == "deadline" and not any(c.tokens for c in self.choices):
+                    raise wire.deadline_exceeded("The deadline passed before a token was generated.")
                 if choice.finish_reason is not None:
                     continue  # tokens that were under way when a stop string matched
                 delta = choice.advance(event)

@@ -5,6 +5,7 @@ Nothing here knows about HTTP connections or the engine's threads; server.py doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -15,6 +16,8 @@ from observability.engine.types import SamplingParams
 from observability.errors import KvscopeError, QueueFullError, RequestError
 
 MAX_STOP_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
+MAX_TENANT_CHARS = 128
 _SEED_RANGE = range(-(2**63), 2**63)
 
 
@@ -44,6 +47,18 @@ class ApiError(KvscopeError):
 def unavailable(reason: str) -> ApiError:
     """503: the engine cannot take requests now."""
     return ApiError(503, reason, type="server_error", code="engine_unavailable", next_step="See /health.")
+
+
+def deadline_exceeded(reason: str) -> ApiError:
+    """504: nothing was generated in time. Trying again would be later still, which `x-should-retry` tells OpenAI's clients."""
+    return ApiError(
+        504,
+        reason,
+        type="timeout_error",
+        code="deadline_exceeded",
+        next_step="Allow more time.",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def api_error(error: KvscopeError) -> ApiError:
@@ -81,7 +96,11 @@ class StreamOptions(_Body):
 
 
 class GenerationBody(_Body):
-    """What both endpoints share. `ignore_eos` (as in vLLM) makes a replayed load generate its recorded lengths."""
+    """What both endpoints share. `ignore_eos` (as in vLLM) makes a replayed load generate its recorded lengths.
+
+    `session_id` names the conversation that a request continues. `deadline_seconds` after its arrival a request ends: with what it
+    has generated and finish_reason "deadline", or with an error (504) when that is nothing.
+    """
 
     model: str
     max_tokens: int | None = None
@@ -94,6 +113,8 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     service_tier: str | None = None
     priority: int | None = None
+    session_id: str | None = None
+    deadline_seconds: float | None = None
 
     #: Fields that would change the result and are not supported, with the values that ask for nothing.
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -120,6 +141,17 @@ class GenerationBody(_Body):
     def token_limit(self) -> tuple[str, int | None]:
         """(name of the field that gives it, the most tokens to generate or None for the default)."""
         return "max_tokens", self.max_tokens
+
+    def deadline(self, arrival: float) -> float | None:
+        """When the request ends at the latest, on the clock of `arrival`. Raises RequestError."""
+        seconds = self.deadline_seconds
+        if seconds is None:
+            return None
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise RequestError(
+                f"deadline_seconds = {seconds:g} is not valid; it must be above 0 and finite.", param="deadline_seconds"
+            )
+        return arrival + seconds
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         """The engine's sampling settings. Unset temperature and top_p are 1, as OpenAI's. Raises RequestError."""
@@ -278,6 +310,30 @@ def request_class(header: str | None, body: GenerationBody | None) -> str:
         return named if named in catalog.CLASSES else "standard"
     priority = (body.priority if body is not None else None) or 0
     return "interactive" if priority < 0 else "long_context" if priority > 0 else "standard"
+
+
+def session_id(header: str | None, body: GenerationBody) -> str:
+    """The session that a request belongs to, "" for none: header `X-Session-ID`, so that a router need not read bodies, else
+    `session_id`. Any characters; raises RequestError when there are too many."""
+    named = header or body.session_id or ""
+    if len(named) > MAX_SESSION_ID_CHARS:
+        raise RequestError(
+            f"The session id has {len(named)} characters; at most {MAX_SESSION_ID_CHARS} are allowed.",
+            param="session_id",
+            next_step="Send a shorter one, such as a UUID.",
+        )
+    return named
+
+
+def tenant(header: str | None) -> str:
+    """On whose behalf a request runs, "" when not said: header `X-Tenant`. Raises RequestError when it is too long."""
+    named = header or ""
+    if len(named) > MAX_TENANT_CHARS:
+        raise RequestError(
+            f"The header X-Tenant has {len(named)} characters; at most {MAX_TENANT_CHARS} are allowed.",
+            param="X-Tenant",
+        )
+    return named
 
 
 # -- response objects -----------------------------------------------------------------------------------------------

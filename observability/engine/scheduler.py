@@ -1,86 +1,120 @@
 """Who runs in the next step: waiting requests, running requests, admission, preemption.
 
 Continuous batching with chunked prefill (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024): each step runs every decode, then as much prefill as
-fits max_num_batched_tokens, so that long prompts do not stall the tokens of others.
+fits the limits, so that long prompts do not stall the tokens of others.
 
-Order of waiting: preempted requests, then class interactive, then the rest, each first come first served. Only the head is considered; when
-the pool has no room for it, nobody passes it. Preemption gives up all blocks of the request admitted last and computes them again later.
-A request that runs alone always has enough blocks (EngineConfig), so the one admitted first always proceeds and nothing can deadlock.
+Order of waiting: preempted requests, then by class (batching.WaitingQueues). Only the head is considered; when the pool has no room for it,
+nobody passes it. Among requests in prefill whose lengths are far apart the short ones run first (batching.split_prefill). Preemption
+takes the request admitted last; its blocks go to the host where that is cheaper, else they are given up and computed again.
+A request that runs alone always has enough blocks (EngineConfig), and the first of `decoding` is preempted last, so nothing can deadlock.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
-from observability.catalog import CLASSES, COMPONENTS, STATES
+import numpy as np
+
+from observability.catalog import CLASSES, COMPONENTS, PREEMPTION_REASONS, STATES
+from observability.engine.arrivals import ArrivalModel
+from observability.engine.batching import WaitingQueues, split_prefill
 from observability.engine.kv.manager import KVManager
 from observability.engine.kv.pool import IntegrityError
-from observability.engine.types import Chunk, EngineConfig, Executor, Request, StepPlan
+from observability.engine.types import Chunk, EngineConfig, Executor, Limits, Request, StepPlan
 from observability.telemetry.recorder import Telemetry
 
 _SCHEDULE = COMPONENTS.index("schedule")
-QUEUED, KV_WAIT, PREFILL, DECODE, PREEMPTED = (
-    STATES.index(name) for name in ("queued", "kv_wait", "prefill", "decode", "preempted")
+QUEUED, KV_WAIT, PREFILL, DECODE, PREEMPTED, SWAPPED = (
+    STATES.index(name) for name in ("queued", "kv_wait", "prefill", "decode", "preempted", "swapped")
 )
+_KV_EXHAUSTED, _KV_SWAP = (PREEMPTION_REASONS.index(name) for name in ("kv_exhausted", "kv_swap"))
 CLASS_INDEX = {name: i for i, name in enumerate(CLASSES)}
 _INTERACTIVE = "interactive"
+_MAX_PASSED_OVER = 8  # steps in a row in which a request in prefill may compute nothing
+_AHEAD = 4  # requests admitted to prefill although those before them fill the step: a short one may run first
+_HORIZON_SECONDS = 10.0  # for which arrivals are foreseen
+_WARM_SECONDS = 1.0  # between two looks at which prefixes will probably be asked for
 
 
 class Scheduler:
-    """Holds every request between add() and remove(): waiting, prefilling or decoding. Used by the engine's thread only."""
+    """Holds every request between add() and remove(): waiting, loading, prefilling or decoding. Used by the engine's thread only.
 
-    def __init__(self, config: EngineConfig, kv: KVManager, telemetry: Telemetry, executor: Executor) -> None:
+    `on_admit(request)` is called when a request is admitted for the first time.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv: KVManager, telemetry: Telemetry, executor: Executor, limits: Limits
+    ) -> None:
         self.config = config
         self.kv = kv
+        self.limits = limits
+        self.on_admit: Callable[[Request], None] | None = None
         self._telemetry = telemetry
         self._executor = executor
         self._virtual = executor.clock.virtual
         # Every decode runs in every step, so there are never more seats than tokens in a step.
         self._seats = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._preempted: OrderedDict[Request, None] = OrderedDict()
-        self._interactive: OrderedDict[Request, None] = OrderedDict()
-        self._standard: OrderedDict[Request, None] = OrderedDict()
-        # In order of admission; all of `decoding` were admitted before all of `prefilling`, since prefill is first come first served.
+        self._queues = WaitingQueues(
+            config.max_wait_seconds, class_queues=config.class_queues, on_overdue=self._became_overdue
+        )
+        # Each in order of admission, but for prefills that were finished out of turn.
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []
+        self.loading: list[Request] = []  # admitted, and their blocks are on the way from the host
+        self._passed_over: dict[Request, int] = {}  # by request in prefill, steps in a row without a token computed
         self.running_by_class = [0] * len(CLASSES)
         self.waiting_by_class = [0] * len(CLASSES)
-        self._refused: tuple[Request, int] | None = None  # head without room, and pool.releases when it was refused
+        self._refused: tuple[Request, int] | None = None  # head without room, and kv.releases when it was refused
+        self._arrivals = ArrivalModel(_HORIZON_SECONDS) if config.predictive_admission else None
+        self._warmed_at = executor.clock.now()
 
     @property
     def num_running(self) -> int:
-        return len(self.decoding) + len(self.prefilling)
+        return len(self.decoding) + len(self.prefilling) + len(self.loading)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._preempted) + len(self._interactive) + len(self._standard)
+        return len(self._preempted) + len(self._queues)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.decoding or self.prefilling or self._preempted or self._interactive or self._standard)
+        return bool(self.decoding or self.prefilling or self.loading or self._preempted or self._queues)
 
     def running(self) -> Iterator[Request]:
-        return chain(self.decoding, self.prefilling)
+        return chain(self.decoding, self.prefilling, self.loading)
 
     def waiting(self) -> Iterator[Request]:
-        return chain(self._preempted, self._interactive, self._standard)
+        return chain(self._preempted, self._queues)
+
+    def in_line(self) -> Iterator[Request]:
+        """Requests that have no first token yet."""
+        return chain(self._queues, self.loading, self.prefilling)
 
     def add(self, request: Request) -> None:
         """Puts a new request at the end of its queue."""
-        queue = self._interactive if request.request_class == _INTERACTIVE else self._standard
-        queue[request] = None
+        self._queues.add(request)
         self.waiting_by_class[CLASS_INDEX[request.request_class]] += 1
+        if self._arrivals is not None and request.table is not None:
+            full = request.prompt_len // self.config.block_size
+            keys = request.table.keys.get(0, full) if request.table.keys is not None and full else None
+            self._arrivals.observe(request.arrival, request.request_class, request.prompt_len, keys)
+
+    def _became_overdue(self, request: Request) -> None:
+        self._telemetry.mechanisms.promoted(CLASS_INDEX[request.request_class])
 
     def remove(self, request: Request) -> None:
         """Takes a request out, in whatever state it is, and gives its blocks back."""
-        for queue in (self._preempted, self._interactive, self._standard):
-            if request in queue:
-                del queue[request]
-                self.waiting_by_class[CLASS_INDEX[request.request_class]] -= 1
-                return
-        (self.decoding if request in self.decoding else self.prefilling).remove(request)
+        if request in self._preempted or self._queues.remove(request):
+            self._preempted.pop(request, None)
+            self.kv.forget(request)
+            self.waiting_by_class[CLASS_INDEX[request.request_class]] -= 1
+            return
+        for group in (self.decoding, self.prefilling, self.loading):
+            if request in group:
+                group.remove(request)
         self._leave_running(request)
 
     def remove_decoded(self, done: Collection[Request]) -> None:
@@ -92,33 +126,64 @@ class Scheduler:
     def _leave_running(self, request: Request) -> None:
         self._executor.release(request)
         self.kv.release(request)
+        self._passed_over.pop(request, None)
         self.running_by_class[CLASS_INDEX[request.request_class]] -= 1
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
-        """The next step. Call only with has_work; the plan is never empty."""
+    def schedule(self, now: float) -> StepPlan:
+        """The next step at `now`. Call only with has_work; the plan is empty only while all that run wait for a load."""
+        self.kv.compress(self.running())
+        self.kv.compact(self.running())
+        if self.loading:
+            self._take_in_loaded()
         preempted = self._make_room()
         decode = self.decoding.copy()
-        budget = self.config.max_num_batched_tokens - len(decode)
+        budget = max(self.limits.max_num_batched_tokens - len(decode), 0)
+        if not preempted:
+            self._admit(now, budget)
+        if self.kv.host is not None:
+            self._prefetch(now)
+        prefill = self._fill(budget)
+        if not prefill and not decode and not self.loading:
+            raise IntegrityError("requests are waiting, none runs, and none can be admitted")
+        repeats = self._repeats(decode) if self._virtual and decode and not prefill else 1
+        return StepPlan(prefill, decode, repeats)
+
+    def _fill(self, budget: int) -> list[Chunk]:
+        """Chunks for as much of the prefills as fits `budget` tokens."""
         prefill: list[Chunk] = []
-        for request in self.prefilling:
+        if not self.prefilling:
+            return prefill
+        chosen = self.prefilling
+        if self.config.spread_limit and len(self.prefilling) > 1:
+            split = split_prefill(
+                [r.num_tokens - r.num_computed for r in self.prefilling], self.config.spread_limit,
+                [self._passed_over.get(r, 0) for r in self.prefilling], _MAX_PASSED_OVER,
+            )  # fmt: skip
+            self._telemetry.mechanisms.batch_spread(split.spread)
+            if len(split.chosen) < len(self.prefilling):
+                self._telemetry.mechanisms.batch_split()
+            chosen = [self.prefilling[i] for i in split.chosen]
+        for request in chosen:
             if budget == 0:
                 break
             budget -= self._add_chunk(prefill, request, budget)
-        if not preempted:
-            while budget > 0 and self.num_running < self._seats and (head := self._admit_head()) is not None:
-                budget -= self._add_chunk(prefill, head, budget)
-        if not prefill and not decode:
-            raise IntegrityError("requests are waiting, none runs, and none can be admitted")
-        repeats = self._repeats(decode) if self._virtual and not prefill else 1
-        return StepPlan(prefill, decode, repeats)
+        if self.config.spread_limit:
+            runs = {chunk.request for chunk in prefill}
+            for request in self.prefilling:
+                self._passed_over[request] = 0 if request in runs else self._passed_over.get(request, 0) + 1
+        return prefill
 
     def _add_chunk(self, prefill: list[Chunk], request: Request, budget: int) -> int:
         left = request.num_tokens - request.num_computed
         tokens = min(left, budget)
-        prefill.append(Chunk(request, request.num_computed, tokens, samples=tokens == left))
-        return tokens
+        if tokens < left and request.table.num_compressed:  # type: ignore[union-attr]
+            # A chunk must not end inside a compressed block: it is quantized as a whole.
+            tokens -= (request.num_computed + tokens) % self.config.block_size
+        if tokens > 0:
+            prefill.append(Chunk(request, request.num_computed, tokens, samples=tokens == left))
+        return max(tokens, 0)
 
     def _make_room(self) -> bool:
         """Gives every decode the block that its next token needs, preempting from the end where there is none left."""
@@ -141,37 +206,116 @@ class Scheduler:
         assert table is not None
         assert request.trace is not None
         table.recompute_tokens = max(table.recompute_tokens, request.num_computed)
+        swapped = self.kv.swap_out(request)
         self._leave_running(request)
         request.num_preemptions += 1
         self._preempted[request] = None
         # Victims are taken from the end, so each one was admitted before those already there.
         self._preempted.move_to_end(request, last=False)
         self.waiting_by_class[CLASS_INDEX[request.request_class]] += 1
-        self._telemetry.preempted(request.trace)
+        self._telemetry.preempted(request.trace, _KV_SWAP if swapped else _KV_EXHAUSTED)
 
-    def _admit_head(self) -> Request | None:
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, now: float, budget: int) -> None:
+        """Admits from the head of the line while prefills leave room in the step, and a few more that might run before them."""
+        planned = sum(r.num_tokens - r.num_computed for r in self.prefilling)
+        while self.num_running < self._seats and len(self.prefilling) + len(self.loading) < self.limits.max_prefills:
+            if planned >= budget and not (self.config.spread_limit and len(self.prefilling) < _AHEAD):
+                return
+            head = self._admit_head(now)
+            if head is None:
+                return
+            planned += head.num_tokens - head.num_computed
+
+    def _admit_head(self, now: float) -> Request | None:
         """Admits the first waiting request if the pool has room for all its known tokens and for the growth of all decodes."""
-        queue = self._preempted or self._interactive or self._standard
-        if not queue:
+        head = next(iter(self._preempted), None) or self._queues.head(now)
+        if head is None:
             return None
-        head = next(iter(queue))
         # Until blocks come back, the answer would be the same.
-        if self._refused == (head, self.kv.pool.releases):
+        if self.num_running and self._refused == (head, self.kv.releases):
             return None
         assert head.trace is not None
+        again = head in self._preempted
         self._telemetry.lap(_SCHEDULE)
-        if not self.kv.admit(head, spare=len(self.decoding)):
-            self._refused = (head, self.kv.pool.releases)
-            if queue is not self._preempted and head.trace.state != KV_WAIT:
+        spare = len(self.decoding) + (0 if again else self._reserved_for_others(head, now))
+        if not self.kv.admit(head, spare if self.num_running else 0):
+            self._refused = (head, self.kv.releases)
+            if not again and head.trace.state != KV_WAIT:
                 self._telemetry.transition(head.trace, KV_WAIT)
             return None
-        del queue[head]
+        if again:
+            del self._preempted[head]
+        else:
+            self._queues.remove(head)
+            if self.on_admit is not None:
+                self.on_admit(head)
         index = CLASS_INDEX[head.request_class]
         self.waiting_by_class[index] -= 1
         self.running_by_class[index] += 1
-        self.prefilling.append(head)
-        self._telemetry.transition(head.trace, PREFILL)
+        assert head.table is not None
+        if head.table.loading:
+            self.loading.append(head)
+            if not again and head.trace.state != KV_WAIT:
+                self._telemetry.transition(head.trace, KV_WAIT)
+        else:
+            self._start(head)
         return head
+
+    def _start(self, request: Request) -> None:
+        self.prefilling.append(request)
+        assert request.trace is not None
+        self._telemetry.transition(request.trace, PREFILL)
+
+    def _take_in_loaded(self) -> None:
+        """Requests whose blocks have arrived go on to prefill."""
+        self.kv.settle()
+        waiting = []
+        for request in self.loading:
+            table = request.table
+            assert table is not None
+            if all(transfer.done() for transfer in table.loading):
+                table.loading.clear()
+                self._start(request)
+            else:
+                waiting.append(request)
+        self.loading = waiting
+
+    def wait_for_load(self) -> None:
+        """Returns once some load has ended; to be called when the plan is empty."""
+        for transfer in self.loading[0].table.loading:  # type: ignore[union-attr]
+            transfer.wait()
+
+    def _reserved_for_others(self, head: Request, now: float) -> int:
+        """Blocks kept for the interactive requests that will arrive soon, from those of other classes."""
+        if self._arrivals is None or head.request_class == _INTERACTIVE or not self.kv.pool.bounded:
+            return 0
+        tokens = self._arrivals.expected_tokens(now, _INTERACTIVE, _HORIZON_SECONDS)
+        most = int(self.config.prefetch_warmup_ratio * self.kv.pool.size)
+        return min(int(np.ceil(tokens / self.config.block_size)), most)
+
+    def _prefetch(self, now: float) -> None:
+        """Brings back from the host what the next in line will hit, and what will probably be asked for."""
+        self.kv.settle()
+        size, spare = self.config.block_size, len(self.decoding)
+        ahead = self.config.prefetch_lookahead
+        for request in self._queues if ahead else ():
+            table = request.table
+            assert table is not None
+            hittable = (request.num_tokens - 1) // size
+            if table.keys is not None and hittable and self.kv.host_releases != table.looked_ahead:
+                table.looked_ahead = self.kv.host_releases
+                self.kv.prefetch(table.keys.get(0, hittable), spare)
+            ahead -= 1
+            if not ahead:
+                break
+        if self._arrivals is not None and self.config.prefetch_lookahead and now - self._warmed_at >= _WARM_SECONDS:
+            self._warmed_at = now
+            for candidate in self._arrivals.candidates(
+                now, self.config.prefetch_min_confidence, self.config.prefetch_lookahead
+            ):
+                self.kv.prefetch(candidate.keys, spare)
 
     def _repeats(self, decode: list[Request]) -> int:
         """How often this decode-only step can run with nobody finishing, being admitted or being preempted.
@@ -188,6 +332,7 @@ class Scheduler:
     def to_decode(self, request: Request) -> None:
         """`request` has its prompt computed and its next token sampled."""
         self.prefilling.remove(request)
+        self._passed_over.pop(request, None)
         self.decoding.append(request)
 
     def check_integrity(self) -> None:
@@ -201,8 +346,9 @@ class Scheduler:
         for name, requests, states in (
             ("decoding", self.decoding, (DECODE,)),
             ("prefilling", self.prefilling, (PREFILL,)),
-            ("preempted", list(self._preempted), (PREEMPTED,)),
-            ("queued", [*self._interactive, *self._standard], (QUEUED, KV_WAIT)),
+            ("loading", self.loading, (KV_WAIT, PREEMPTED, SWAPPED)),
+            ("preempted", list(self._preempted), (PREEMPTED, SWAPPED)),
+            ("queued", list(self._queues), (QUEUED, KV_WAIT)),
         ):
             for r in requests:
                 if r.trace.state not in states:  # type: ignore[union-attr]
@@ -223,4 +369,4 @@ class Scheduler:
             counted = [sum(CLASS_INDEX[r.request_class] == i for r in requests) for i in range(len(CLASSES))]
             if counted != told:
                 raise IntegrityError(f"{name} requests by class are {counted}, the counters say {told}")
-        self.kv.check_integrity(list(self.running()))
+        self.kv.check_integrity(list(self.running()), list(self.waiting()))

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -20,14 +20,14 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from observability.engine import openai_types as wire
 from observability.engine.generation import Generation
+from observability.engine.http_api import EXCEPTION_HANDLERS, read_body
 from observability.engine.http_server import EventStream, until_gone
 from observability.engine.loop import EngineThread
 from observability.engine.openai_types import ApiError, ChatBody, CompletionBody, GenerationBody
@@ -38,10 +38,10 @@ from observability.telemetry.recorder import Telemetry
 
 if TYPE_CHECKING:
     from observability.engine.model.loading import LoadedModel
+    from observability.engine.sessions import SessionStore
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; chat may use what the context leaves
 _INLINE_BODY_BYTES = 4096  # parsing and tokenizing more than this leaves the event loop
-_CLIENT_GONE = 499  # nginx's status for a client that closed the connection; nobody reads it
 #: Made once: json.dumps with these settings would make an encoder for every token.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 T = TypeVar("T")
@@ -71,12 +71,14 @@ def create_app(
     telemetry: Telemetry,
     settings: ServerSettings,
     metrics: ASGIApp | None = None,
+    sessions: SessionStore | None = None,
 ) -> Starlette:
-    """The ASGI application in front of `thread`, which the caller starts and stops. `metrics` answers /metrics.
+    """The ASGI application in front of `thread`, which the caller starts and stops. `metrics` answers /metrics; `sessions`, which
+    the caller closes, keeps and brings back what requests of a session have computed.
 
     `app.state.service` is its Service.
     """
-    service = Service(thread, loaded, telemetry, settings)
+    service = Service(thread, loaded, telemetry, settings, sessions)
     routes = [
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
@@ -86,38 +88,10 @@ def create_app(
     ]
     if metrics is not None:
         routes.append(Route("/metrics", metrics))
-    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        KvscopeError: _on_error,
-        HTTPException: _on_http_exception,
-        ClientDisconnect: _on_disconnect,
-        Exception: _on_bug,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=service.lifespan)
+    app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS, lifespan=service.lifespan)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
-
-
-async def _on_error(request: Request, error: KvscopeError) -> Response:
-    answer = wire.api_error(error)
-    return JSONResponse(answer.body(), answer.status, answer.headers)
-
-
-async def _on_http_exception(request: Request, error: HTTPException) -> Response:
-    reason = {404: "There is no", 405: "This method is not allowed:"}.get(error.status_code, error.detail)
-    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    answer = ApiError(error.status_code, f"{reason} {request.method} {request.url.path[:200]}.", code=code)
-    return JSONResponse(answer.body(), answer.status, error.headers)
-
-
-async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=_CLIENT_GONE)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """Starlette raises `error` again after this answer, and uvicorn logs it with its traceback."""
-    answer = ApiError(500, "The server failed on this request; its log says why.", type="server_error")
-    return JSONResponse(answer.body(), answer.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +122,14 @@ class Service:
     """The endpoints. One event loop calls everything; the engine's thread only puts tokens into inboxes."""
 
     def __init__(
-        self, thread: EngineThread, loaded: LoadedModel, telemetry: Telemetry, settings: ServerSettings
+        self,
+        thread: EngineThread,
+        loaded: LoadedModel,
+        telemetry: Telemetry,
+        settings: ServerSettings,
+        sessions: SessionStore | None,
     ) -> None:
-        self._thread, self._engine = thread, thread.engine
+        self._thread, self._engine, self._sessions = thread, thread.engine, sessions
         self._loaded, self._telemetry, self._settings = loaded, telemetry, settings
         self._clock = thread.engine.executor.clock
         self._started = int(time.time())
@@ -209,6 +188,7 @@ class Service:
             "waiting": self._engine.num_waiting,
             "last_update_age_seconds": round(age, 3),
             "last_step_error": self._thread.error,
+            "snapshots": self._sessions.counts if self._sessions is not None else None,
         }
         return JSONResponse(body, 200 if reason is None else 503, {"Cache-Control": "no-store"})
 
@@ -234,6 +214,15 @@ class Service:
             self._check_model(body.model)
             prompts = await self._off_loop(len(raw), self._tokenize, body)
             params = body.sampling(self._max_tokens(body, max(map(len, prompts))))
+            deadline = body.deadline(arrival)
+            session_id = wire.session_id(request.headers.get("x-session-id"), body)
+            tenant = wire.tenant(request.headers.get("x-tenant"))
+            # A session is one conversation: requests of several prompts are not what a snapshot could continue.
+            sessions = self._sessions if session_id and len(prompts) == 1 else None
+            if sessions is not None:
+                await sessions.resume(session_id, prompts[0])
+                if self._draining:
+                    raise wire.unavailable("The server is shutting down.")
         except KvscopeError:
             # It never reaches Engine.add(), which counts all others.
             self._telemetry.received(request_class)
@@ -249,10 +238,20 @@ class Service:
             params=params,
             request_class=request_class,
             arrival=arrival,
+            deadline=deadline,
+            tenant=tenant,
+            session_id=session_id,
         )
         generation.submit()
         self._active.add(generation)
-        generation.on_close = lambda: self._active.discard(generation)
+
+        def on_close() -> None:
+            self._active.discard(generation)
+            choice = generation.choices[0]
+            if sessions is not None and choice.finish_reason is not None:
+                sessions.save(session_id, [*prompts[0], *choice.request.output])
+
+        generation.on_close = on_close
         headers = {"x-request-id": generation.identity}
         if body.stream:
             return EventStream(
@@ -321,24 +320,7 @@ class Service:
             raise ApiError(
                 415, f"Content-Type {media[:80]!r} is not JSON.", next_step="Send Content-Type: application/json."
             )
-        limit, parts, size = self._settings.max_body_bytes, [], 0
-        too_large = ApiError(
-            413, f"The body is larger than {limit} bytes.", code="body_too_large", next_step="Send less."
-        )
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise too_large
-        try:
-            async with asyncio.timeout(self._settings.body_seconds):
-                async for part in request.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-        except TimeoutError:
-            reason = f"The body did not arrive within {self._settings.body_seconds:g} s."
-            raise ApiError(408, reason, headers={"Connection": "close"}) from None
-        return b"".join(parts)
+        return await read_body(request, max_bytes=self._settings.max_body_bytes, seconds=self._settings.body_seconds)
 
     async def _off_loop(self, size: int, call: Callable[..., T], *args: Any) -> T:
         """`call(*args)`, in a worker thread when `size` bytes would hold the event loop up."""

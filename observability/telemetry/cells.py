@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from observability import catalog as c
+from observability.telemetry.mechanisms import Mechanisms
 from observability.telemetry.phases import StepClock
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
 
@@ -41,6 +42,34 @@ class KVState:
     free_runs: Sequence[int]  # runs of at most FREE_RUN_BOUNDS[i] blocks, cumulative, +Inf last
     region_blocks: np.ndarray  # int [REGIONS, 3], by BLOCK_STATES
     region_free_run: np.ndarray  # int [REGIONS]
+    compressed: Sequence[int] | None = None  # blocks by BLOCK_STATES; None: no such blocks
+    bytes_per_compressed_block: int = 0
+    host: Sequence[int] | None = None  # blocks by HOST_STATES; None: no host tier
+    fixed_bytes: int | None = None  # of running requests beside blocks; None: the model has no such part
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of blocks with content, and fixed parts."""
+        _, evictable, active = self.compressed or (0, 0, 0)
+        exact = (self.evictable + self.active) * self.bytes_per_block
+        return exact + (evictable + active) * self.bytes_per_compressed_block + (self.fixed_bytes or 0)
+
+    @property
+    def active_bytes(self) -> int:
+        """Of blocks held by requests, and fixed parts."""
+        compressed = self.compressed[2] if self.compressed else 0
+        return (
+            self.active * self.bytes_per_block + compressed * self.bytes_per_compressed_block + (self.fixed_bytes or 0)
+        )
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Of the whole pool; None when it is unbounded."""
+        if self.capacity_blocks is None:
+            return None
+        return (
+            self.capacity_blocks * self.bytes_per_block + sum(self.compressed or ()) * self.bytes_per_compressed_block
+        )
 
 
 class Published(NamedTuple):
@@ -60,6 +89,7 @@ class Cells(StepClock):
         self.model = model
         self._engine_labels = (model, *engine_labels, _version())
         self._published: Published | None = None
+        self.mechanisms = Mechanisms(model)
         classes, lengths = len(c.CLASSES), len(c.LENGTH_BUCKETS)
         # Written by the threads that submit; they share a lock that neither the engine nor a scrape takes.
         self._front = Lock()
@@ -160,8 +190,7 @@ class Cells(StepClock):
         yield gauges(c.KV_BLOCK_SIZE, by_model, lambda g: (g.kv.block_size,))
         yield gauges(
             c.KV_BYTES, [(m, kind) for kind in ("reserved", "resident", "active")],
-            lambda g: (*bounded(g, ((g.kv.capacity_blocks or 0) * g.kv.bytes_per_block,), 1),
-                       (g.kv.evictable + g.kv.active) * g.kv.bytes_per_block, g.kv.active * g.kv.bytes_per_block),
+            lambda g: (nan if g.kv.reserved_bytes is None else g.kv.reserved_bytes, g.kv.resident_bytes, g.kv.active_bytes),
         )  # fmt: skip
         yield gauges(c.KV_STORED_TOKENS, by_model, lambda g: (g.kv.stored_tokens,))
         yield gauges(c.KV_LARGEST_FREE_RUN, by_model, lambda g: bounded(g, (g.kv.largest_free_run,), 1))
@@ -181,11 +210,25 @@ class Cells(StepClock):
         yield Block(c.KV_ALLOCATED_BLOCKS, allocated, lambda _: _where(self._allocated, self._layout_used))
         yield counters(c.KV_EVICTED_BLOCKS, by_model, self._evicted)
         yield counters(c.KV_LAYOUT_FALLBACKS, by_model, self._fallbacks)
+        yield from self.mechanisms.kv_blocks()
+        absent = (nan,) * 3
+        yield gauges(
+            c.KV_COMPRESSED_BLOCKS, [(m, state) for state in c.BLOCK_STATES],
+            lambda g: absent if g.kv.compressed is None else g.kv.compressed,
+        )  # fmt: skip
+        yield gauges(c.KV_FIXED_BYTES, by_model, lambda g: (nan if g.kv.fixed_bytes is None else g.kv.fixed_bytes,))
+        yield gauges(
+            c.KV_HOST_BLOCKS, [(m, state) for state in c.HOST_STATES],
+            lambda g: absent if g.kv.host is None else g.kv.host,
+        )  # fmt: skip
+        yield from self.mechanisms.move_blocks()
 
         yield counters(c.STEP_SECONDS, [(m, component) for component in c.COMPONENTS], self.seconds)
         yield counters(c.STEPS, [(m, kind) for kind in c.STEP_KINDS], self._steps)
         yield self._step_duration.block()
         yield counters(c.STEP_TOKENS, [(m, "prefill"), (m, "decode")], self._step_tokens)
+        yield from self.mechanisms.batching_blocks()
+        yield from self.mechanisms.session_blocks()
         yield gauges(c.LAST_UPDATE, [(m, "engine")], lambda g: (g.unix_time,))
         yield counters(c.ANOMALIES_TOTAL, [(m, reason) for reason in c.ANOMALIES], self._anomalies)
         yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",)], self._folds)

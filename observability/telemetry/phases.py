@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from observability.catalog import ANOMALIES, COMPONENTS, STATES
+from observability.catalog import ANOMALIES, COMPONENTS, PREEMPTION_REASONS, STATES
 
 SCHEDULE = COMPONENTS.index("schedule")
 EMIT = COMPONENTS.index("emit")
 IDLE = COMPONENTS.index("idle")
 QUEUED, PREFILL, PREEMPTED = STATES.index("queued"), STATES.index("prefill"), STATES.index("preempted")
+SWAPPED = STATES.index("swapped")
+KV_SWAP = PREEMPTION_REASONS.index("kv_swap")
 NEGATIVE_INTERVAL = ANOMALIES.index("negative_interval")
 NEGATIVE_INCREMENT = ANOMALIES.index("negative_increment")
 MISSING_MILESTONE = ANOMALIES.index("missing_milestone")

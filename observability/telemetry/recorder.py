@@ -33,6 +33,7 @@ _STANDARD = _CLASS_INDEX["standard"]
 _OUTCOME_INDEX = {name: i for i, name in enumerate(c.OUTCOMES)}
 _ERROR = _OUTCOME_INDEX["error"]
 _SERVED = frozenset((_OUTCOME_INDEX["stop"], _OUTCOME_INDEX["length"]))
+_HOST = c.TIERS.index("host")
 _COMPONENTS = len(c.COMPONENTS)
 #: (tensor, layer group, scheme) combinations that get series of their own; more are folded into layer group `other`.
 _MAX_QUANT_KEYS = 64
@@ -149,33 +150,45 @@ class Telemetry(Cells):
         trace.mark, trace.since = vector, when
 
     @_guarded
-    def lookup(self, trace: RequestTrace, hittable: int, hit: int, tier: int = 0) -> None:
-        """Result of the prefix lookup in tokens. Counts once a request, however often scheduling retries."""
+    def lookup(self, trace: RequestTrace, hittable: int, hit: int, host_hit: int = 0) -> None:
+        """Result of the prefix lookup in tokens; `host_hit` of the `hit` tokens came from the host tier. Counts once a request,
+        however often scheduling retries."""
         if trace.looked_up:
             return
         trace.looked_up = True
-        if not 0 <= hit <= hittable <= trace.prompt_tokens:  # some misses would be negative
+        if not 0 <= host_hit <= hit <= hittable <= trace.prompt_tokens:  # some misses would be negative
             self._anomalies[p.NEGATIVE_INCREMENT] += 1
             return
         bucket = trace.length_bucket
         trace.cached_tokens = hit
-        self._tier_used[tier] = True
         self._lookups[bucket] += 1
         self._queried[bucket] += trace.prompt_tokens
         self._hittable[bucket] += hittable
-        self._hits[bucket * len(c.TIERS) + tier] += hit
+        at = bucket * len(c.TIERS)
+        self._hits[at] += hit - host_hit
+        if host_hit:
+            self._tier_used[_HOST] = True
+            self._hits[at + _HOST] += host_hit
 
     @_guarded
     def preempted(self, trace: RequestTrace, reason: int = 0) -> None:
-        """A running request goes back to the queue. Enters the state `preempted`."""
+        """A running request goes back to the queue (index in PREEMPTION_REASONS). Enters the state `preempted` or `swapped`."""
         trace.preemptions += 1
         self._preemptions[reason] += 1
-        self.transition(trace, p.PREEMPTED)
+        self.transition(trace, p.SWAPPED if reason == p.KV_SWAP else p.PREEMPTED)
 
     @_guarded
     def recomputed(self, tokens: int, reason: int = 0) -> None:
         """`tokens` had been computed before and their blocks were given up (index in PREEMPTION_REASONS)."""
         self._add(self._recomputed, reason, tokens)
+
+    @_guarded
+    def degraded(self, trace: RequestTrace, rule: int) -> None:
+        """The controller degraded a request (index in CONTROLLER_RULES); counts once a request and rule."""
+        name = c.CONTROLLER_RULES[rule]
+        if name not in trace.degraded:
+            trace.degraded = (*trace.degraded, name)
+            self.mechanisms.degraded(rule)
 
     @_guarded
     def prefilled(self, trace: RequestTrace) -> None:
@@ -315,7 +328,7 @@ class Telemetry(Cells):
         record = RequestRecord(
             trace.request_id, c.CLASSES[trace.class_index], trace.prompt_tokens, trace.cached_tokens, trace.generated,
             trace.arrival, scheduled, first, now, outcome, trace.preemptions,
-            matrix.reshape(len(c.STATES), _COMPONENTS), trace.max_itl if trace.max_itl >= 0.0 else None,
+            matrix.reshape(len(c.STATES), _COMPONENTS), trace.max_itl if trace.max_itl >= 0.0 else None, trace.degraded,
         )  # fmt: skip
         self.finished.append(record)
         if self.on_finish is not None:

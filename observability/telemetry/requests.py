@@ -31,13 +31,14 @@ class RequestRecord:
     preemptions: int
     matrix: np.ndarray  # float64 [STATES, COMPONENTS], seconds; sums to `finished - arrival`
     max_itl: float | None  # longest time between two of its tokens
+    degraded: tuple[str, ...] = ()  # rules of the load controller under which it was served
 
 
 class RequestTrace:
     """The recorder's notes on one request in flight. Made by Telemetry.arrive; the engine only passes it back."""
 
     __slots__ = (
-        "arrival", "cached_tokens", "class_index", "exemplar", "first_token", "generated", "last_token", "length_bucket",
+        "arrival", "cached_tokens", "class_index", "degraded", "exemplar", "first_token", "generated", "last_token", "length_bucket",
         "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "request_id",
         "scheduled", "since", "state",
     )  # fmt: skip
@@ -62,6 +63,7 @@ class RequestTrace:
         self.max_itl = -inf
         self.looked_up = False
         self.prefilled = False
+        self.degraded: tuple[str, ...] = ()
         self.outcome: str | None = None
         # Ids come from clients: one that an exemplar cannot hold is left out.
         label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)

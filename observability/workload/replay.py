@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +17,10 @@ import numpy as np
 from observability import catalog
 from observability.engine.clock import MonotonicClock, VirtualClock
 from observability.engine.engine import Engine
+from observability.engine.executor.calibrated import CalibratedTimes, Calibration, is_calibration, load_calibration
 from observability.engine.executor.hardware import gpu_by_name
 from observability.engine.executor.roofline import RooflineExecutor, device_name, fit_num_blocks
+from observability.engine.executor.virtual import VirtualExecutor
 from observability.engine.kv.pool import BlockPool
 from observability.engine.model.costs import model_by_name
 from observability.engine.types import Clock, EngineConfig, KVDtype, PromptSpan, Request, SamplingParams
@@ -51,8 +53,9 @@ _SAMPLE_SECONDS = 10.0  # of virtual time, at least that often the pool's fragme
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """What to replay on. `gpu` names a record of engine/executor/hardware.py and `model` a cost record; gpu None runs `model` for
-    real (a name or path that load_model knows). None elsewhere: the default for that target."""
+    """What to replay on. `gpu` names a record of engine/executor/hardware.py and `model` a cost record; `gpu` may also be `calibrated`
+    or the path of a calibration, with the model that it was made with. gpu None runs `model` for real (a name or path that load_model
+    knows). None elsewhere: the default for that target. `engine`: further settings of EngineConfig by name, which go before those above."""
 
     model: str = "llama-3-8b"
     gpu: str | None = "H100"
@@ -66,8 +69,14 @@ class InProcess:
     max_num_batched_tokens: int | None = None
     prefix_caching: bool = True
     serial: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        known = {f.name for f in fields(EngineConfig)}
+        if unknown := ", ".join(sorted(set(self.engine) - known)):
+            raise ConfigError(
+                f"The engine has no setting {unknown}.", next_step=f"Use some of {', '.join(sorted(known))}."
+            )
         if self.kv_dtype not in ("auto", "int8"):
             raise ConfigError(f"kv_dtype is {self.kv_dtype!r}.", next_step="Use auto or int8.")
         if self.unbounded and self.kv_blocks is not None:
@@ -159,12 +168,30 @@ def replay_in_process(
     max_model_len are counted as rejected. `on_end` is called with the number of requests that ended so far. Raises ConfigError
     when the target's settings contradict each other or its hardware, ModelError when a real model cannot be loaded.
     """
-    return (_replay_virtual if target.gpu is not None else _replay_real)(requests, target, describe or {}, on_end)
+    return replay_measured(requests, target, describe=describe, on_end=on_end)[0]
+
+
+def replay_measured(
+    requests: Iterable[TraceRequest],
+    target: InProcess,
+    *,
+    describe: dict[str, Any] | None = None,
+    on_end: Callable[[int], None] | None = None,
+    sample_seconds: float | None = None,
+) -> tuple[ReplayResult, MeasuredTelemetry]:
+    """replay_in_process(), and what its figures were worked out from: the records of all requests and the pool's states.
+
+    In virtual time there is a state every `sample_seconds`, whether the engine is busy or idle; by default every 10 s while it is busy."""
+    if target.gpu is not None:
+        return _replay_virtual(requests, target, describe or {}, on_end, sample_seconds)
+    return _replay_real(requests, target, describe or {}, on_end)
 
 
 def virtual_engine(target: InProcess, *, clock: VirtualClock | None = None) -> tuple[Engine, MeasuredTelemetry]:
     """An engine on the roofline executor as `target` says. Raises ConfigError when the settings do not fit each other."""
     assert target.gpu is not None
+    if is_calibration(target.gpu):
+        return _calibrated_target(target, clock)
     model, gpu = model_by_name(target.model), gpu_by_name(target.gpu)
     config = EngineConfig(
         block_size=target.block_size,
@@ -176,38 +203,81 @@ def virtual_engine(target: InProcess, *, clock: VirtualClock | None = None) -> t
         kv_dtype=target.kv_dtype,
         prefix_caching=target.prefix_caching,
     )
-    if target.kv_blocks is not None:
-        config = replace(config, num_blocks=target.kv_blocks)
-    elif not target.unbounded:
+    blocks = target.kv_blocks
+    if not target.unbounded and blocks is None:
         blocks = fit_num_blocks(model, gpu, config, tensor_parallel=target.tensor_parallel)
         if target.max_model_len is None:  # the longest sequence that the memory holds, if that is shorter
             config = replace(config, max_model_len=min(config.max_model_len, blocks * config.block_size))
-        config = replace(config, num_blocks=blocks)
+    config = replace(config, **{"num_blocks": blocks, **target.engine})
     clock = clock or VirtualClock()
     device = device_name(gpu, target.tensor_parallel)
-    telemetry = MeasuredTelemetry(model.name, "roofline", device, target.kv_dtype, clock)
+    telemetry = MeasuredTelemetry(model.name, "roofline", device, config.kv_dtype, clock)
     executor = RooflineExecutor(model, gpu, config, telemetry, tensor_parallel=target.tensor_parallel, clock=clock)
     engine = Engine(config, executor, telemetry)
     telemetry.pool = engine.kv.pool
     return engine, telemetry
 
 
+def _calibrated_target(target: InProcess, clock: VirtualClock | None) -> tuple[Engine, MeasuredTelemetry]:
+    """virtual_engine() of a calibration; by default within what was measured: batch, tokens in a step, the model's context."""
+    assert target.gpu is not None
+    calibration = load_calibration(target.gpu, target.model, target.kv_dtype)
+    if target.tensor_parallel != 1:
+        raise ConfigError("A calibration is of one device.", next_step="Leave --tensor-parallel out.")
+    config = EngineConfig(
+        block_size=target.block_size,
+        num_blocks=None,
+        max_num_seqs=target.max_num_seqs or calibration.max_num_seqs,
+        max_num_batched_tokens=target.max_num_batched_tokens or calibration.max_num_batched_tokens,
+        max_model_len=target.max_model_len or calibration.max_context,
+        max_queued=_UNLIMITED_QUEUE,
+        kv_dtype=target.kv_dtype,
+        prefix_caching=target.prefix_caching,
+    )
+    blocks = None if target.unbounded else target.kv_blocks
+    if not target.unbounded and blocks is None:
+        blocks = CalibratedTimes(calibration, config).fit_num_blocks(config)
+        if target.max_model_len is None:  # the longest sequence that the memory holds, if that is shorter
+            config = replace(config, max_model_len=min(config.max_model_len, blocks * config.block_size))
+    return calibrated_engine(calibration, replace(config, **{"num_blocks": blocks, **target.engine}), clock=clock)
+
+
+def calibrated_engine(
+    calibration: Calibration, config: EngineConfig, *, clock: VirtualClock | None = None
+) -> tuple[Engine, MeasuredTelemetry]:
+    """An engine in virtual time whose steps take what `calibration` says. Raises ConfigError when the KV blocks do not fit its memory."""
+    clock = clock or VirtualClock()
+    times = CalibratedTimes(calibration, config)
+    telemetry = MeasuredTelemetry(calibration.model, "roofline", times.device, config.kv_dtype, clock)
+    engine = Engine(config, VirtualExecutor(times, config, telemetry, clock=clock), telemetry)
+    telemetry.pool = engine.kv.pool
+    return engine, telemetry
+
+
 def _replay_virtual(
-    requests: Iterable[TraceRequest], target: InProcess, describe: dict[str, Any], on_end: Callable[[int], None] | None
-) -> ReplayResult:
+    requests: Iterable[TraceRequest],
+    target: InProcess,
+    describe: dict[str, Any],
+    on_end: Callable[[int], None] | None,
+    sample_seconds: float | None,
+) -> tuple[ReplayResult, MeasuredTelemetry]:
     engine, telemetry = virtual_engine(target)
     feed = _Feed(engine.config, telemetry, on_end)
     started = time.perf_counter()
     engine.run(
-        feed.read(requests, lambda r: (r.prompt, r.prompt.length)), serial=target.serial, tick_seconds=_SAMPLE_SECONDS
+        feed.read(requests, lambda r: (r.prompt, r.prompt.length)),
+        serial=target.serial,
+        tick_seconds=sample_seconds or _SAMPLE_SECONDS,
+        on_tick=None
+        if sample_seconds is None
+        else lambda now: None,  # somebody who looks keeps idle time from being jumped over
     )
     feed.check_last()
-    return _result(engine, telemetry, feed, target, describe, time.perf_counter() - started)
+    return _result(engine, telemetry, feed, target, describe, time.perf_counter() - started), telemetry
 
 
-def _replay_real(
-    requests: Iterable[TraceRequest], target: InProcess, describe: dict[str, Any], on_end: Callable[[int], None] | None
-) -> ReplayResult:
+def real_engine(target: InProcess) -> tuple[Engine, MeasuredTelemetry, Tokenizer]:
+    """An engine that runs the target's model, and the tokenizer of that. Raises ModelError when it cannot be loaded."""
     from observability.engine.executor.torch_executor import TorchExecutor
     from observability.engine.model.loading import load_model
 
@@ -215,7 +285,7 @@ def _replay_real(
     max_model_len = target.max_model_len or loaded.config.max_position
     config = EngineConfig(
         block_size=target.block_size,
-        num_blocks=target.kv_blocks or max(_DEFAULT_TORCH_BLOCKS, -(-max_model_len // target.block_size)),
+        num_blocks=max(_DEFAULT_TORCH_BLOCKS, -(-max_model_len // target.block_size)),
         max_num_seqs=target.max_num_seqs or 8,
         max_num_batched_tokens=target.max_num_batched_tokens or 512,
         max_model_len=max_model_len,
@@ -223,12 +293,21 @@ def _replay_real(
         kv_dtype=target.kv_dtype,
         prefix_caching=target.prefix_caching,
     )
+    blocks = config.num_blocks if target.kv_blocks is None else target.kv_blocks
+    config = replace(config, **{"num_blocks": blocks, **target.engine})
     clock = MonotonicClock()
-    telemetry = MeasuredTelemetry(loaded.name, "torch", str(loaded.model.device), target.kv_dtype, clock)
+    telemetry = MeasuredTelemetry(loaded.name, "torch", str(loaded.model.device), config.kv_dtype, clock)
     engine = Engine(config, TorchExecutor(loaded, config, telemetry, clock=clock), telemetry)
     telemetry.pool = engine.kv.pool
-    vocabulary = one_token_words(loaded.tokenizer)
-    feed = _Feed(config, telemetry, on_end)
+    return engine, telemetry, loaded.tokenizer
+
+
+def _replay_real(
+    requests: Iterable[TraceRequest], target: InProcess, describe: dict[str, Any], on_end: Callable[[int], None] | None
+) -> tuple[ReplayResult, MeasuredTelemetry]:
+    engine, telemetry, tokenizer = real_engine(target)
+    clock, vocabulary = engine.executor.clock, one_token_words(tokenizer)
+    feed = _Feed(engine.config, telemetry, on_end)
     started, wall = clock.now(), time.perf_counter()
     source = feed.read(requests, lambda r: (prompt_token_ids(r.prompt, vocabulary), r.prompt.length), start=started)
     pending = next(source, None)
@@ -246,7 +325,7 @@ def _replay_real(
         if not engine.step() and pending is not None and not target.serial:
             time.sleep(min(max(pending.arrival - clock.now(), 0.0), _REAL_POLL_SECONDS))
     feed.check_last()
-    return _result(engine, telemetry, feed, target, describe, time.perf_counter() - wall)
+    return _result(engine, telemetry, feed, target, describe, time.perf_counter() - wall), telemetry
 
 
 class _Feed:
@@ -320,10 +399,8 @@ def _result(
     outcomes["lost"] = feed.sent - len(records) - feed.rejected
     virtual = engine.executor.clock.virtual
     notes = []
-    if virtual:
-        notes.append(
-            f"Simulated: times are worked out from published figures of {engine.executor.device}; no model was run."
-        )
+    if isinstance(engine.executor, VirtualExecutor):
+        notes.append(f"Simulated: times are worked out from {engine.executor.times.source}; no model was run.")
     if feed.rejected:
         notes.append(
             f"{feed.rejected:,} of {feed.sent:,} requests were rejected; they are in no latency and no hit rate."
@@ -343,7 +420,10 @@ def _result(
     ]
     kv = kv_from_buckets(by_length[0], by_length[1], by_length[2])
     settings = asdict(target) | {f.name: getattr(engine.config, f.name) for f in fields(engine.config)}
-    for name in ("kv_blocks", "unbounded", "seed", "quant_sample_rate"):  # said by num_blocks, or of no effect here
+    if engine.config.controller is not None:
+        settings["controller"] = asdict(engine.config.controller)
+    # said by num_blocks or under their own names, or of no effect here
+    for name in ("kv_blocks", "unbounded", "engine", "seed", "quant_sample_rate"):
         settings.pop(name)
     return ReplayResult(
         clock="virtual" if virtual else "real",

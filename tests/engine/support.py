@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -38,24 +38,128 @@ def generate(prompt: Sequence[int], limit: int, stop: frozenset[int] = frozenset
     return tokens[len(prompt) :]
 
 
-class CheckingExecutor:
+class Trip:
+    """A load on its way in virtual time."""
+
+    def __init__(self, clock: VirtualClock, ready_at: float, arrive: Callable[[], None]) -> None:
+        self.ready_at: float | None = ready_at
+        self._clock, self._when, self._arrive = clock, ready_at, arrive
+        self.arrived = False
+
+    def done(self) -> bool:
+        if not self.arrived and self._clock.now() >= self._when:
+            self.arrived = True
+            self._arrive()
+        return self.arrived
+
+    def wait(self) -> None:
+        self._clock.wait_until(self._when)
+        self.done()
+
+
+class _Moves:
+    """Moves of blocks that cost time and, with `stored`, content: what is on its way can be read only once it has arrived."""
+
+    kv_bytes_per_block = 64
+    kv_bytes_per_compressed_block = 16
+    kv_fixed_bytes_per_sequence = 0
+    move_seconds = 0.001  # each block
+    prefill_seconds = 0.01  # each token, as estimated
+    clock: VirtualClock
+    block_size = 0
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[int, int], int] = {}
+        self.slots: dict[int, dict[int, int]] = {}
+        self.moves: list[tuple[str, list[tuple[int, int]]]] = []
+        self._trips: list[Trip] = []
+
+    def _arrivals(self) -> None:
+        self._trips = [trip for trip in self._trips if not trip.done()]
+
+    def _content(self, block: int) -> dict[int, int]:
+        return {i: self.stored[block, i] for i in range(self.block_size) if (block, i) in self.stored}
+
+    def _write(self, block: int, content: dict[int, int]) -> None:
+        for i in range(self.block_size):
+            self.stored.pop((block, i), None)
+        self.stored.update(((block, i), value) for i, value in content.items())
+
+    def _spend(self, kind: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self._arrivals()
+        self.moves.append((kind, list(pairs)))
+        self.clock.wait_until(self.clock.now() + self.move_seconds * len(pairs))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        contents = [self._content(source) for source, _ in pairs]
+        for (_, target), content in zip(pairs, contents, strict=True):
+            self._write(target, content)
+        self._spend("copy", pairs)
+
+    def compress_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            content = self._content(source)
+            assert not self.block_size or len(content) == self.block_size or not self.stored, "only full blocks"
+            self._write(target, content)
+        self._spend("compress", pairs)
+
+    def offload_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for block, slot in pairs:
+            self.slots[slot] = self._content(block)
+        self._spend("offload", pairs)
+
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> Trip:
+        self.moves.append(("load", list(pairs)))
+        for _, block in pairs:
+            self._write(block, {})
+
+        def arrive() -> None:
+            for slot, block in pairs:
+                self._write(block, self.slots[slot])
+
+        trip = Trip(self.clock, self.clock.now() + self.move_seconds * len(pairs), arrive)
+        self._trips.append(trip)
+        return trip
+
+    def export_blocks(self, blocks: Sequence[int]) -> dict[str, np.ndarray]:
+        rows = [[self.stored[block, i] for i in range(self.block_size)] for block in blocks]
+        return {"kv": np.array(rows, dtype=np.int64).reshape(len(blocks), self.block_size)}
+
+    def import_blocks(self, blocks: Sequence[int], payload: dict[str, np.ndarray]) -> None:
+        for block, row in zip(blocks, payload["kv"].tolist(), strict=True):
+            self._write(block, dict(enumerate(row)))
+
+    def recompute_seconds(self, tokens: int) -> float:
+        return tokens * self.prefill_seconds
+
+    def transfer_seconds(self, blocks: int) -> float:
+        return blocks * self.move_seconds
+
+    def copy_seconds(self, blocks: int) -> float:
+        return blocks * self.move_seconds
+
+    def release(self, request: Request) -> None:
+        pass
+
+
+class CheckingExecutor(_Moves):
     """A model whose KV is one number by position. Each step checks that the blocks of a request hold exactly the KV of its own tokens
     before it reads them, so a block that is shared wrongly, given away too early or never computed fails the step."""
 
     device = "test"
-    kv_bytes_per_block = 64
 
     def __init__(self, block_size: int, step_seconds: float = 0.01) -> None:
         self.clock = VirtualClock()
         self.block_size = block_size
+        super().__init__()
         self.step_seconds = step_seconds
-        self.stored: dict[tuple[int, int], int] = {}
         self.plans: list[tuple[list[tuple[str, int, int]], list[str]]] = []
         self.fail: Exception | None = None
 
     def execute(self, plan: StepPlan, until: float | None) -> StepResult:
         if self.fail is not None:
             raise self.fail
+        self._arrivals()
         self.plans.append(
             ([(c.request.request_id, c.start, c.tokens) for c in plan.prefill], [r.request_id for r in plan.decode])
         )
@@ -84,20 +188,14 @@ class CheckingExecutor:
             )
         return [next_token(known)] if samples else []
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("nothing copies blocks yet")
 
-    def release(self, request: Request) -> None:
-        pass
-
-
-class TimedExecutor:
+class TimedExecutor(_Moves):
     """Virtual time with a constant cost by step and by prefill token. Fast-forwards unless told not to."""
 
     device = "test"
-    kv_bytes_per_block = 64
 
     def __init__(self, step_seconds: float = 0.02, token_seconds: float = 1e-5, *, fast_forward: bool = True) -> None:
+        super().__init__()
         self.clock = VirtualClock()
         self.step_seconds = step_seconds
         self.token_seconds = token_seconds
@@ -111,12 +209,6 @@ class TimedExecutor:
             ends.append(ends[-1] + seconds)
         self.clock.wait_until(ends[-1])
         return StepResult(np.array(ends), None)
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("nothing copies blocks yet")
-
-    def release(self, request: Request) -> None:
-        pass
 
 
 def make_engine(

@@ -216,7 +216,7 @@ def test_qg1_a_mass_abort_leaves_idle_gauges():
 
 def test_short_sequences_are_contiguous_and_long_ones_paged():
     engine = make_engine(contiguous_below=40, max_num_batched_tokens=200)
-    short, long = make_request(tokens(1, 20), 19), make_request(tokens(2, 20), 20)
+    short, long = make_request(tokens(1, 20), 19), make_request(tokens(2, 40), 4)
     engine.add(short)
     engine.add(long)
     engine.step()
@@ -225,8 +225,27 @@ def test_short_sequences_are_contiguous_and_long_ones_paged():
         engine.check_integrity()  # adjacency included
     shown = Exposition(engine)
     assert shown.value("kvscope_kv_allocated_blocks", layout="contiguous") == 10
-    assert shown.value("kvscope_kv_allocated_blocks", layout="paged") == 10
+    assert shown.value("kvscope_kv_allocated_blocks", layout="paged") == 11
     assert shown.value("kvscope_kv_layout_fallbacks") == 0
+
+
+def test_a_sequence_that_grows_past_the_bound_becomes_paged_and_keeps_its_blocks():
+    engine = make_engine(contiguous_below=40)
+    request = make_request(tokens(1, 30), 40)
+    engine.add(request)
+    engine.step()
+    before = list(request.table.blocks)
+    layouts = []
+    while engine.step():
+        engine.check_integrity()
+        if request.table.blocks:
+            layouts.append((len(request.table.blocks) * 4, request.table.layout))
+            assert request.table.blocks[: len(before)] == before
+    assert {layout for capacity, layout in layouts if capacity <= 40} == {CONTIGUOUS}
+    assert {layout for capacity, layout in layouts if capacity > 40} == {PAGED}
+    assert value(engine, "kvscope_kv_layout_changes", layout="paged") == 1
+    assert value(engine, "kvscope_kv_layout_fallbacks") == 0
+    assert engine.executor.moves == []
 
 
 def test_a_sequence_that_finds_no_adjacent_block_goes_on_paged():

@@ -19,7 +19,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def start(self, size):
         self.pool = BlockPool(size)
         self.evicted: list[int] = []
-        self.pool.on_evict = self.evicted.append
+        self.pool.on_evict = lambda blocks, keys: self.evicted.append(len(blocks))
         self.free, self.lru = set(range(size)), []  # lru: next to be evicted first
         self.holders: list[list[int]] = []
         self.key_of: dict[int, int] = {}  # cached blocks

@@ -20,6 +20,7 @@ from observability.engine.executor.attention import (
     slots_of,
     split_by_length,
 )
+from observability.engine.executor.block_moves import BlockMoves
 from observability.engine.executor.kv_cache import Batch, FloatKV, Int8KV, Span
 from observability.engine.executor.timing import Part, StepTimer
 from observability.engine.model.llama import ModelConfig
@@ -156,7 +157,16 @@ def test_float_store_is_attention(chunk: int) -> None:
         for layer in range(MODEL.num_layers):
             wanted = attention(s.q[layer], *s.kv[layer])
             torch.testing.assert_close(outs[s.request.request_id][layer], wanted, atol=1e-4, rtol=1e-4)
-    assert kv.bytes_per_block * 80 == kv.pool.numel() * 4
+    assert kv.block_sets[0].bytes_per_block * 80 == kv.pool.numel() * 4
+
+
+@torch.inference_mode()
+def read_back(kv: Int8KV, layer: int, blocks: list[int]) -> Tensor:
+    """What the store holds, dequantized: [2, tokens, kv_heads, head_dim]."""
+    size = kv.blocks.integers.shape[4]
+    into = torch.empty(2, 2, len(blocks) * size, 8)
+    kv.blocks.read(layer, torch.tensor(blocks, dtype=torch.int64), into)
+    return into.transpose(1, 2)
 
 
 def quantized(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,10 +205,7 @@ def test_int8_store_attends_to_full_blocks_quantized_and_the_rest_exact(chunk: i
                     cell[2] += error[group].size
         # what the store holds, read back
         for layer in range(MODEL.num_layers):
-            kv._scratch = torch.zeros(2, 2, 512, 8)
-            with torch.inference_mode():
-                kv._dequantize(layer, torch.tensor(s.blocks[:full]))
-            read = kv._scratch[:, :, : full * size].transpose(1, 2)
+            read = read_back(kv, layer, s.blocks[:full])
             torch.testing.assert_close(
                 read, torch.tensor(stored[layer, :, : full * size]).float(), atol=1e-5, rtol=1e-5
             )
@@ -251,9 +258,7 @@ def test_int8_error_is_at_most_half_a_scale(seed: int, scale: float, spread: flo
     )
     kv = one_block_store(blocks=1)
     fill_block(kv, k, v)
-    with torch.inference_mode():
-        kv._dequantize(0, torch.tensor([0]))
-    read_k, read_v = kv._scratch[:, :, :16].transpose(1, 2)
+    read_k, read_v = read_back(kv, 0, [0])
     step_k = k.abs().amax(0, keepdim=True) / 127  # per channel over the block's tokens
     step_v = v.abs().amax(-1, keepdim=True) / 127  # per token and head
     assert ((read_k - k).abs() <= step_k * 0.5001).all()
@@ -320,7 +325,7 @@ def test_copied_blocks_read_alike_even_when_targets_are_sources(kind: type[Float
         return out
 
     before = last_token_again([5, 6, 7])
-    kv.copy_blocks(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))  # a slide to the left
+    BlockMoves(kv.block_sets, 0).copy([(5, 4), (6, 5), (7, 6)])  # a slide to the left
     assert torch.equal(last_token_again([4, 5, 6]), before)
 
 
@@ -328,9 +333,10 @@ def test_bytes_per_block_are_what_the_tensors_take() -> None:
     config = EngineConfig(num_blocks=4, max_model_len=64)
     exact = FloatKV(MODEL, config, CPU, torch.float32, StepTimer(CPU))
     small = Int8KV(MODEL, config, CPU, torch.float32, StepTimer(CPU))
-    stored = small.pool.numel() + 4 * (small.key_scales.numel() + small.value_scales.numel())
-    assert small.bytes_per_block * 4 == stored
-    assert small.bytes_per_block < 0.5 * exact.bytes_per_block
+    blocks = small.blocks
+    stored = blocks.integers.numel() + 4 * (blocks.key_grid.numel() + blocks.value_grid.numel())
+    assert blocks.block_set.bytes_per_block * 4 == stored
+    assert blocks.block_set.bytes_per_block < 0.5 * exact.block_sets[0].bytes_per_block
 
 
 def test_tail_places_come_back_and_misuse_is_named() -> None:

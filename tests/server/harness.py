@@ -6,8 +6,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import torch
 
@@ -20,11 +22,14 @@ from observability.engine.http_server import HttpServer, listen
 from observability.engine.loop import EngineThread
 from observability.engine.model.loading import LoadedModel
 from observability.engine.server import ServerSettings, create_app
+from observability.engine.sessions import SessionStore, weights_fingerprint
 from observability.engine.types import EngineConfig
 from observability.telemetry.recorder import RequestRecord, Telemetry
 from tests.conftest import wait_for
 
 torch.set_num_threads(1)
+#: For many small requests: a client made for each would read certificates each time.
+HTTP = httpx.Client(trust_env=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @dataclass
@@ -118,6 +123,7 @@ class serving:
         settings: ServerSettings | None = None,
         *,
         send_buffer: int | None = None,
+        snapshots: Path | None = None,
         **config: Any,
     ) -> None:
         self._settings = settings or ServerSettings(grace_seconds=2.0)
@@ -135,7 +141,18 @@ class serving:
         )
         executor = TorchExecutor(loaded, engine_config, telemetry, clock=clock)
         thread = EngineThread(Engine(engine_config, executor, telemetry, loaded.eos_token_ids))
-        app = create_app(thread, loaded, telemetry, self._settings, metrics_app(telemetry, self._settings.token))
+        self._sessions = None
+        if snapshots is not None:
+            self._sessions = SessionStore(
+                snapshots,
+                thread.engine,
+                model=loaded.name,
+                fingerprint=weights_fingerprint(loaded),
+                kv_scheme=engine_config.kv_dtype,
+                max_bytes=1 << 30,
+            )
+        metrics = metrics_app(telemetry, self._settings.token)
+        app = create_app(thread, loaded, telemetry, self._settings, metrics, self._sessions)
         self._listener = listen("127.0.0.1", 0)
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -154,5 +171,7 @@ class serving:
         self.server.http.should_exit = True
         self._http_thread.join(15.0)
         assert not self._http_thread.is_alive(), "the HTTP server did not stop"
+        if self._sessions is not None:
+            self._sessions.close()
         if self.server.thread.alive:
             self.server.thread.stop()

@@ -208,7 +208,7 @@ def test_lookups_go_to_the_bucket_of_the_prompts_length() -> None:
 def test_the_host_tier_is_absent_until_something_came_from_it() -> None:
     b = Bench()
     assert math.isnan(value(b.t, "kvscope_kv_hit_tokens_total", length_bucket="0-2K", tier="host"))
-    b.t.lookup(b.submit(), 96, 16, tier=c.TIERS.index("host"))
+    b.t.lookup(b.submit(), 96, 16, host_hit=16)
     assert value(b.t, "kvscope_kv_hit_tokens_total", length_bucket="0-2K", tier="host") == 16
 
 
@@ -445,6 +445,10 @@ def test_a_value_on_a_bound_is_inside_its_bucket(family: c.Family) -> None:
         b = Bench(kv_dtype="int8")
         if family is c.STEP_DURATION:
             b.t.step(0, 1, 0, seconds)
+        elif family is c.KV_SWITCH_LOSS:
+            b.t.mechanisms.context_switch(seconds)
+        elif family is c.PREFILL_SPREAD:
+            b.t.mechanisms.batch_spread(seconds)
         elif family is c.KV_QUANT_RELATIVE:
             b.t.quant_error(0, "0-9", "int8", seconds**2, 1.0, 1)
         else:
@@ -564,11 +568,25 @@ def test_an_unbounded_pool_has_no_capacity_no_free_blocks_and_no_regions() -> No
 # -- what exists ------------------------------------------------------------------------------------------------------
 
 
+OF_SWITCHED_OFF = {
+    c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS, c.KV_COMPACTION_RECOVERED, c.KV_PREFETCH_BLOCKS, c.CONTROLLER_CHANGES,
+    c.REQUESTS_DEGRADED, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS,
+}  # fmt: skip
+
+
+def test_counters_of_a_mechanism_exist_with_zero_once_it_is_on() -> None:
+    b = Bench()
+    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True)
+    shown = {family: rows for family, rows in b.t.snapshot() if family in OF_SWITCHED_OFF}
+    assert shown.keys() == OF_SWITCHED_OFF
+    assert all(row.value == 0 for rows in shown.values() for row in rows)
+
+
 def test_counters_exist_with_zero_from_the_start() -> None:
     b = Bench()
     names = {family.name for family, rows in b.t.snapshot() if any(row.suffix in ("_total", "_count") for row in rows)}
     expected = {f.name for f in c.FAMILIES if f.kind in ("counter", "histogram") and "quantization" not in f.name}
-    assert names == expected
+    assert names == expected - {f.name for f in OF_SWITCHED_OFF}
     assert all(row.value == 0 for family, rows in b.t.snapshot() if family.kind != "info" for row in rows)
     states = {labels[1] for _, labels in rows_of(b.t.snapshot(), "kvscope_request_phase_seconds")}
     assert states == {"queued", "kv_wait", "prefill", "decode"}

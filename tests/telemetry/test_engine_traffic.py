@@ -26,6 +26,12 @@ from observability.errors import KvscopeError  # noqa: E402
 
 #: Families that must not move in a healthy run, or are constant by nature.
 CONSTANT = {c.ENGINE, c.ANOMALIES_TOTAL, c.KV_BLOCK_SIZE, c.KV_CAPACITY_BLOCKS}
+#: Of mechanisms that are switched off here, see test_mechanism_traffic.
+OF_MECHANISMS = {
+    c.KV_LAYOUT_CHANGES, c.KV_COMPRESSED_BLOCKS, c.KV_FIXED_BYTES, c.KV_HOST_BLOCKS, c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS,
+    c.KV_COMPACTION_RECOVERED, c.KV_PREFETCH_BLOCKS, c.KV_SWITCH_LOSS, c.PREFILL_SPREAD, c.BATCH_SPLITS, c.QUEUE_PROMOTIONS,
+    c.LIMIT_BATCHED_TOKENS, c.LIMIT_PREFILLS, c.CONTROLLER_CHANGES, c.REQUESTS_DEGRADED, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS,
+}  # fmt: skip
 #: Written by the exporter, see test_exporter.
 OF_THE_EXPORTER = {c.SCRAPE_SECONDS, c.SCRAPE_SERIES}
 
@@ -111,7 +117,9 @@ def traffic() -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("family", [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER | OF_MECHANISMS], ids=lambda f: f.name
+)
 def test_every_family_changes_under_traffic(traffic: Traffic, family: c.Family) -> None:
     assert len(traffic.seen[family.name]) > 1, f"{family.name} never moved"
 

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -37,7 +38,11 @@ def busy() -> Bench:
     b.t.lookup(b.submit(), 96, 16)
     b.t.preempted(b.submit())
     b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
-    b.t.publish(kv_state(free=60, evictable=1, active=3, stored=40), [0, 2, 0], [1, 0, 0])
+    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True)
+    b.t.mechanisms.limits(2048, 32)
+    state = kv_state(free=60, evictable=1, active=3, stored=40)
+    state = replace(state, compressed=(5, 2, 1), bytes_per_compressed_block=256, host=(9, 1, 0), fixed_bytes=512)
+    b.t.publish(state, [0, 2, 0], [1, 0, 0])
     return b
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -190,5 +191,25 @@ def test_the_laptop_record_gives_back_what_was_measured() -> None:
     assert 512 / laptop.execute(StepPlan([Chunk(decoding(0)[0], 0, 512, True)], []), None).ends[0] == pytest.approx(
         271, rel=0.05
     )
-    before = laptop.clock.now()
-    assert laptop.execute(StepPlan([], decoding(512)), None).ends[0] - before == pytest.approx(0.049, rel=0.05)
+    for batch, seconds in ((1, 0.049), (8, 0.096)):
+        before = laptop.clock.now()
+        [end] = laptop.execute(StepPlan([], decoding(*[512] * batch)), None).ends
+        assert end - before == pytest.approx(seconds, rel=0.06)
+
+
+def test_where_nothing_overlaps_a_step_takes_the_time_of_arithmetic_and_memory_together() -> None:
+    run = executor(gpu=replace(TOY_GPU, overlapped=False))
+    both, either = run.step_cost([(0, 100)], [5000] * 10), executor().step_cost([(0, 100)], [5000] * 10)
+    assert both.seconds == pytest.approx(either.compute_seconds + either.memory_seconds)
+    ends = run.execute(StepPlan([], decoding(1000, 3000), repeats=3), None).ends
+    for i, duration in enumerate(np.diff(ends, prepend=0.0)):
+        memory = (2e9 + (4002 + 2 * i + 2) * 2048) / 100e9
+        compute = (2 * 2e9 + 4 * 4 * 8 * 64 * (4002 + 2 * i)) / 1e12
+        assert duration == pytest.approx(0.003 + memory + compute, rel=1e-12)
+    # 100 of 110 tokens are prefill: its share of each resource, weighted by the time of each
+    flops = 2e9 * 100 + 8192 * 5050
+    kv = 100 * 2048
+    of_memory = (2e9 * 100 / 110 + kv) / (2e9 + (100 + 50_000 + 10) * 2048)
+    of_flops = flops / (flops + 2e9 * 10 + 8192 * 50_000)
+    want = (of_flops * both.compute_seconds + of_memory * both.memory_seconds) / both.seconds
+    assert both.prefill_share == pytest.approx(want)

@@ -1,34 +1,36 @@
-"""Runs step plans in virtual time: a step takes what a roofline of the named GPU and model says, and no model is run.
+"""Step times by a roofline of the named GPU and model, and the executor that runs step plans by them in virtual time.
 
-step = overhead + max(FLOPs / attainable FLOP/s, bytes / attainable bytes/s) + tensor-parallel all-reduces
+step = overhead + max(FLOPs / attainable FLOP/s, bytes / attainable bytes/s) + tensor-parallel all-reduces,
+with the sum in place of the maximum on a device that does not overlap the two
 (Williams, Waterman and Patterson, CACM 2009, applied to a batched step as in Splitwise and Vidur). Every result that
-comes from here is simulated; its clock says `virtual`.
+comes from here is simulated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from observability import catalog
 from observability.engine.clock import VirtualClock
 from observability.engine.executor.hardware import GPU
+from observability.engine.executor.virtual import (
+    Overhead,
+    StepShape,
+    VirtualExecutor,
+    blocks_that_fit,
+    check_num_blocks,
+)
 from observability.engine.model.costs import WEIGHT_BYTES, AttentionGroup, ModelCost
-from observability.engine.types import Clock, EngineConfig, Request, StepPlan, StepResult
+from observability.engine.types import EngineConfig
 from observability.errors import ConfigError
 from observability.telemetry.recorder import Telemetry
 
-_SCHEDULE = catalog.COMPONENTS.index("schedule")
-_PREFILL = catalog.COMPONENTS.index("forward_prefill")
-_DECODE = catalog.COMPONENTS.index("forward_decode")
-_SAMPLE = catalog.COMPONENTS.index("sample")
-_EMIT = catalog.COMPONENTS.index("emit")
-
 _ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP (Megatron-LM, Shoeybi et al. 2019)
 _ACTIVATION_BYTES = 2.0
-_MAX_REPEATS = 4096  # bounds the [repeats, sequences] array of models whose attention is capped
+_PCIE_FRACTION = 0.8  # assumption: what large copies from pinned memory attain of the link's rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,52 +38,45 @@ class StepCost:
     """Seconds of one model step by resource, without the per-step overhead.
 
     `prefill_share` is the part of the forward pass put down to prefill: its share of FLOPs where the step is bound by
-    compute, of bytes where it is bound by memory (weights are shared by tokens).
+    compute, of bytes where it is bound by memory (weights are shared by tokens), weighted by both where they do not overlap.
     """
 
     compute_seconds: float
     memory_seconds: float
     link_seconds: float
     prefill_share: float
+    overlapped: bool = True
 
     @property
     def seconds(self) -> float:
-        return max(self.compute_seconds, self.memory_seconds) + self.link_seconds
+        both = self.compute_seconds, self.memory_seconds
+        return (max(both) if self.overlapped else sum(both)) + self.link_seconds
 
 
-class RooflineExecutor:
-    """types.Executor in virtual time, of `tensor_parallel` equal GPUs.
+class Roofline:
+    """virtual.StepTimes of `tensor_parallel` equal GPUs.
 
-    Weights and FLOPs are split evenly over the GPUs, KV over at most the model's KV heads. `telemetry` may be None.
-    Raises ConfigError when the KV format or the number of GPUs does not fit the model, or when weights and KV blocks
-    do not fit the memory (unbounded KV, num_blocks None, is not checked).
+    Weights and FLOPs are split evenly over the GPUs, KV over at most the model's KV heads.
+    Raises ConfigError when the KV format or the number of GPUs does not fit the model.
     """
 
-    def __init__(
-        self,
-        model: ModelCost,
-        gpu: GPU,
-        config: EngineConfig,
-        telemetry: Telemetry | None = None,
-        *,
-        tensor_parallel: int = 1,
-        clock: VirtualClock | None = None,
-    ) -> None:
+    def __init__(self, model: ModelCost, gpu: GPU, config: EngineConfig, *, tensor_parallel: int = 1) -> None:
         _check_tensor_parallel(model, gpu, tensor_parallel)
         self.model, self.gpu, self.tensor_parallel = model, gpu, tensor_parallel
-        self.clock: Clock = clock or VirtualClock()
         self.device = device_name(gpu, tensor_parallel)
+        self.source = f"published figures of {self.device}"
+        self.overhead = Overhead(gpu.schedule_seconds, gpu.sample_seconds, gpu.emit_seconds)
         self.kv_format = kv_format(model, gpu, config)
         bytes_per_token = model.kv_bytes_per_token(self.kv_format)
         self.kv_bytes_per_block = round(config.block_size * bytes_per_token)
-        if config.num_blocks is not None:
-            room = fit_num_blocks(model, gpu, config, tensor_parallel=tensor_parallel)
-            if config.num_blocks > room:
-                raise ConfigError(
-                    f"{config.num_blocks:,} KV blocks of {model.name} do not fit {self.device}; there is room for {room:,}.",
-                    next_step=f"Ask for at most {room} blocks, for more GPUs, or for unbounded KV.",
-                )
-        self._telemetry = telemetry
+        self.kv_bytes_per_compressed_block, self._saved_per_token = 0, 0.0
+        if config.num_compressed_blocks:
+            model.check_kv_format(config.compressed_scheme)
+            packed = model.kv_bytes_per_token(config.compressed_scheme)
+            self.kv_bytes_per_compressed_block = round(config.block_size * packed)
+            self._saved_per_token = bytes_per_token - packed
+        self.kv_fixed_bytes_per_sequence = round(model.kv_fixed_bytes(self.kv_format))
+        self._pcie_bytes_per_second = (gpu.pcie_bandwidth or gpu.memory_bandwidth) * _PCIE_FRACTION
         self._dtype = compute_dtype(model, gpu)
         self._flops_per_second = gpu.peak_flops[self._dtype] * gpu.compute_fraction * tensor_parallel
         self._bytes_per_second = gpu.memory_bandwidth * gpu.memory_fraction  # of one GPU
@@ -95,41 +90,34 @@ class RooflineExecutor:
         self._flops_per_visible = model.attention_flops(0, 1, decode=True) if self._linear else 0.0
         self._bytes_per_visible = model.kv_read_bytes(1, self.kv_format) if self._linear else 0.0
 
-    # -- types.Executor ---------------------------------------------------------------------------------------------
+    # -- virtual.StepTimes ------------------------------------------------------------------------------------------
 
-    def execute(self, plan: StepPlan, until: float | None) -> StepResult:
-        start = self.clock.now()
-        overhead = self.gpu.step_overhead_seconds
-        visible = [request.num_computed + 1 for request in plan.decode]
-        if plan.repeats > 1 and not plan.prefill:
-            durations = self._decode_durations(visible, min(plan.repeats, _MAX_REPEATS)) + overhead
-            ends = start + np.cumsum(durations)
-            if until is not None:
-                ends = ends[: int(np.searchsorted(ends, until)) + 1]
-            prefill_share = 0.0
-        else:
-            cost = self.step_cost([(chunk.start, chunk.tokens) for chunk in plan.prefill], visible)
-            ends = np.array([start + cost.seconds + overhead])
-            prefill_share = cost.prefill_share
-        end = float(ends[-1])
-        if self._telemetry is not None:
-            self._lap(start, end, len(ends), prefill_share)
-        self.clock.wait_until(end)
-        return StepResult(ends=ends, tokens=None)
+    def check(self, config: EngineConfig) -> None:
+        """Raises ConfigError when weights and KV blocks do not fit the memory (unbounded KV is not checked)."""
+        if config.num_blocks is not None:
+            room = fit_num_blocks(self.model, self.gpu, config, tensor_parallel=self.tensor_parallel)
+            compressed = config.num_compressed_blocks * self.kv_bytes_per_compressed_block / self.kv_bytes_per_block
+            check_num_blocks(config, room - math.ceil(compressed), self.model.name, self.device)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Advances the clock by the time to read and write the blocks once; kv_move is charged by the caller's lap."""
-        moved = 2.0 * len(pairs) * self.kv_bytes_per_block * self._kv_scale
-        self.clock.wait_until(self.clock.now() + moved / self._bytes_per_second)
+    def forward(self, shape: StepShape) -> tuple[float, float]:
+        chunks = [(chunk.start, chunk.tokens) for chunk in shape.chunks]
+        cost = self.step_cost(chunks, shape.visible, shape.packed_tokens)
+        return cost.seconds, cost.prefill_share
 
-    def release(self, request: Request) -> None:
-        """Holds nothing by request."""
+    def copy_seconds(self, blocks: int) -> float:
+        """To read and write the blocks once."""
+        return 2.0 * blocks * self.kv_bytes_per_block * self._kv_scale / self._bytes_per_second
 
-    # -- the model of time --------------------------------------------------------------------------------------------
+    def transfer_seconds(self, kv_bytes: float) -> float:
+        """Each GPU of a group moves its share over a link of its own."""
+        return kv_bytes * self._kv_scale / self._pcie_bytes_per_second
 
-    def step_cost(self, chunks: Sequence[tuple[int, int]], visible: Sequence[int]) -> StepCost:
+    # -- the roofline -----------------------------------------------------------------------------------------------
+
+    def step_cost(self, chunks: Sequence[tuple[int, int]], visible: Sequence[int], packed_tokens: int = 0) -> StepCost:
         """Cost of one step: prefill `chunks` as (first position, tokens), decodes by the tokens each one attends to,
-        its own included. Weights are read once a step; a chunk reads the KV before it once and writes its own."""
+        its own included. Weights are read once a step; a chunk reads the KV before it once and writes its own. Of the tokens
+        read, `packed_tokens` lie in compressed blocks, which the attention kernel is taken to dequantize as it reads them."""
         model, kv_format = self.model, self.kv_format
         prefill_tokens = decode_tokens = 0
         prefill_flops = prefill_kv = 0.0
@@ -152,20 +140,25 @@ class RooflineExecutor:
         decode_flops += model.linear_flops(decode_tokens)
         flops = prefill_flops + decode_flops
         weights = model.weight_bytes_read(tokens) * self._weight_scale
-        memory_bytes = weights + (prefill_kv + decode_kv) * self._kv_scale
+        saved = self._saved_per_token * packed_tokens
+        memory_bytes = weights + max(prefill_kv + decode_kv - saved, 0.0) * self._kv_scale
         compute_seconds = flops / self._flops_per_second
         memory_seconds = memory_bytes / self._bytes_per_second
+        of_flops = prefill_flops / flops
+        of_bytes = (weights * prefill_tokens / tokens + prefill_kv * self._kv_scale) / memory_bytes
         if not decode_tokens or not prefill_tokens:
             prefill_share = 1.0 if prefill_tokens else 0.0
-        elif compute_seconds >= memory_seconds:
-            prefill_share = prefill_flops / flops
+        elif not self.gpu.overlapped:
+            prefill_share = (of_flops * compute_seconds + of_bytes * memory_seconds) / (
+                compute_seconds + memory_seconds
+            )
         else:
-            prefill_share = (weights * prefill_tokens / tokens + prefill_kv * self._kv_scale) / memory_bytes
-        return StepCost(compute_seconds, memory_seconds, self._link_seconds_per_token * tokens, prefill_share)
+            prefill_share = of_flops if compute_seconds >= memory_seconds else of_bytes
+        link_seconds = self._link_seconds_per_token * tokens
+        return StepCost(compute_seconds, memory_seconds, link_seconds, prefill_share, self.gpu.overlapped)
 
-    def _decode_durations(self, visible: list[int], repeats: int) -> np.ndarray:
-        """Seconds of each of `repeats` decode steps without overhead; each adds one visible token to each sequence."""
-        model, n = self.model, len(visible)
+    def decode_run(self, shape: StepShape, repeats: int) -> np.ndarray:
+        model, visible, n = self.model, shape.visible, len(shape.visible)
         step = np.arange(repeats)
         if self._linear:
             total = sum(visible) + n * step
@@ -182,25 +175,32 @@ class RooflineExecutor:
                     group.state_bytes[self.kv_format] * states + group.index_bytes.get(self.kv_format, 0.0) * indexed
                 )
         flops = flops + model.linear_flops(n)
-        kv = kv + self._kv_write * n
+        kv = np.maximum(kv + self._kv_write * n - self._saved_per_token * shape.packed_tokens, 0.0)
         memory_bytes = model.weight_bytes_read(n) * self._weight_scale + kv * self._kv_scale
-        seconds = np.maximum(flops / self._flops_per_second, memory_bytes / self._bytes_per_second)
-        return seconds + self._link_seconds_per_token * n
+        compute_seconds, memory_seconds = flops / self._flops_per_second, memory_bytes / self._bytes_per_second
+        both = np.maximum if self.gpu.overlapped else np.add
+        return both(compute_seconds, memory_seconds) + self._link_seconds_per_token * n
 
-    def _lap(self, start: float, end: float, steps: int, prefill_share: float) -> None:
-        """Books [start, end] of `steps` equal steps to the step components, in their order within a step."""
-        assert self._telemetry is not None
-        gpu, lap_to = self.gpu, self._telemetry.lap_to
-        forward = end - start - steps * gpu.step_overhead_seconds
-        at = start + steps * gpu.schedule_seconds
-        lap_to(_SCHEDULE, at)
-        if prefill_share > 0.0:
-            lap_to(_PREFILL, at + forward * prefill_share)
-        at += forward
-        if prefill_share < 1.0:
-            lap_to(_DECODE, at)
-        lap_to(_SAMPLE, at + steps * gpu.sample_seconds)
-        lap_to(_EMIT, end)
+
+class RooflineExecutor(VirtualExecutor):
+    """types.Executor in virtual time by a Roofline. Raises ConfigError as Roofline and its check() do."""
+
+    def __init__(
+        self,
+        model: ModelCost,
+        gpu: GPU,
+        config: EngineConfig,
+        telemetry: Telemetry | None = None,
+        *,
+        tensor_parallel: int = 1,
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self.roofline = Roofline(model, gpu, config, tensor_parallel=tensor_parallel)
+        super().__init__(self.roofline, config, telemetry, clock=clock)
+
+    def step_cost(self, chunks: Sequence[tuple[int, int]], visible: Sequence[int]) -> StepCost:
+        """Roofline.step_cost without compressed blocks."""
+        return self.roofline.step_cost(chunks, visible)
 
 
 def _attended(group: AttentionGroup, visible: np.ndarray) -> np.ndarray:
@@ -252,14 +252,12 @@ def fit_num_blocks(
     weights = _stored_weight_bytes(model, gpu) / tensor_parallel
     fixed = config.max_num_seqs * model.kv_fixed_bytes(chosen) / shards
     room = gpu.memory_bytes * memory_utilization - weights - fixed
-    blocks = int(room // (config.block_size * model.kv_bytes_per_token(chosen) / shards))
-    if blocks < 1:
-        raise ConfigError(
-            f"{model.name} ({weights * tensor_parallel / 1e9:,.0f} GB of weights) leaves no room for KV on "
-            f"{tensor_parallel} x {gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB each).",
-            next_step="Use more GPUs (tensor parallel), a larger GPU or a smaller model.",
-        )
-    return blocks
+    return blocks_that_fit(
+        room,
+        config.block_size * model.kv_bytes_per_token(chosen) / shards,
+        f"{model.name} ({weights * tensor_parallel / 1e9:,.0f} GB of weights) on {tensor_parallel} x {gpu.name} "
+        f"({gpu.memory_bytes / 1e9:.0f} GB each)",
+    )
 
 
 def _check_tensor_parallel(model: ModelCost, gpu: GPU, tensor_parallel: int) -> None:

@@ -10,11 +10,17 @@ import torch
 
 from observability.catalog import COMPONENTS
 from observability.engine.clock import MonotonicClock
+from observability.engine.executor.block_moves import BlockMoves
+from observability.engine.executor.compressed_kv import CompressedKV
+from observability.engine.executor.host_blocks import Transfer
 from observability.engine.executor.kv_cache import Batch, FloatKV, Int8KV, Span
+from observability.engine.executor.latent_kv import LatentKV
+from observability.engine.executor.rates import Rate
 from observability.engine.executor.sampling import sample
 from observability.engine.executor.timing import Part, StepTimer
+from observability.engine.model.latent import LatentDecoder
 from observability.engine.model.loading import LoadedModel
-from observability.engine.types import Clock, EngineConfig, PromptSpan, Request, StepPlan, StepResult
+from observability.engine.types import Clock, EngineConfig, Payload, PromptSpan, Request, StepPlan, StepResult
 from observability.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -52,17 +58,27 @@ class TorchExecutor:
         self.vocab_size = loaded.config.vocab_size
         self._model, self._config, self._telemetry = loaded.model, config, telemetry
         self._timer = StepTimer(loaded.model.device)
-        kind = Int8KV if config.kv_dtype == "int8" else FloatKV
+        model = loaded.model
         try:
-            self.kv: FloatKV | Int8KV = kind(
-                loaded.config, config, loaded.model.device, loaded.model.dtype, self._timer
-            )
+            self.kv: FloatKV | Int8KV | LatentKV
+            if isinstance(model, LatentDecoder):
+                self.kv = LatentKV(model, config, self._timer)
+            else:
+                kind = (
+                    Int8KV if config.kv_dtype == "int8" else CompressedKV if config.num_compressed_blocks else FloatKV
+                )
+                self.kv = kind(model.config, config, model.device, model.dtype, self._timer)
+            sets = self.kv.block_sets
+            self._moves = BlockMoves(sets, config.num_host_blocks)
         except RuntimeError as error:  # torch's out of memory, on any device
             raise ConfigError(
                 f"A KV pool of {config.num_blocks} blocks cannot be allocated on {self.device}: {str(error).splitlines()[0]}",
-                next_step="Lower num_blocks, or use kv_dtype int8.",
+                next_step="Lower num_blocks, num_compressed_blocks or num_host_blocks, or use kv_dtype int8.",
             ) from error
-        self.kv_bytes_per_block = self.kv.bytes_per_block
+        self.kv_bytes_per_block = sets[0].bytes_per_block
+        self.kv_bytes_per_compressed_block = sets[-1].bytes_per_block if config.num_compressed_blocks else 0
+        self.kv_fixed_bytes_per_sequence = self.kv.fixed_bytes_per_sequence
+        self._prefilling = Rate(torch.device("cpu"))  # a token; from shares of the step's time on the clock
         self._model.prepare(config.max_model_len)
 
     @torch.inference_mode()
@@ -84,23 +100,71 @@ class TorchExecutor:
         forwarded = self.clock.now()
         ids = sample(logits, sampled, self._config.seed) if sampled else []
         ended = self.clock.now()
+        prefill = self._prefill_share(plan, shares)
+        if plan.prefill:
+            self._prefilling.add(sum(chunk.tokens for chunk in plan.prefill), prefill * (forwarded - started))
         if self._telemetry is not None:
-            self._lap(self._telemetry, plan, shares, started, forwarded)
+            self._lap(self._telemetry, prefill, shares[Part.DEQUANT], started, forwarded)
             if sampled:
                 self._telemetry.lap_to(_SAMPLE, ended)
-            self.kv.report(self._telemetry.quant_error)
+        self._report_errors()
         return StepResult(ends=np.array([ended]), tokens=ids)
-
-    @torch.inference_mode()
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies KV content from block to block (source, target); all sources are read before any target is written."""
-        if pairs:
-            sources, targets = zip(*pairs, strict=True)
-            self.kv.copy_blocks(self._tensor(np.array(sources)), self._tensor(np.array(targets)))
 
     def release(self, request: Request) -> None:
         """`request` left the running set; what is kept of it beside its blocks is given up."""
         self.kv.release(request)
+
+    # -- blocks: see types.Executor -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies KV content from block to block (source, target) of one kind; all sources are read before any target is written."""
+        self._moves.copy(pairs)
+
+    @torch.inference_mode()
+    def compress_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Quantizes full exact blocks into compressed ones (source, target) and reports the error of the sampled ones."""
+        if not isinstance(self.kv, CompressedKV):
+            raise RuntimeError("there are no compressed blocks: num_compressed_blocks is 0")
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            self.kv.compress_blocks(sources, targets)
+            self._report_errors()
+
+    @torch.inference_mode()
+    def offload_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies device blocks to host slots (block, slot); returns when the blocks may be written again."""
+        self._moves.offload(pairs)
+
+    @torch.inference_mode()
+    def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> Transfer:
+        """Starts to copy host slots to device blocks (slot, block). Raises ValueError when a slot holds no block of that kind."""
+        return self._moves.load(pairs)
+
+    @torch.inference_mode()
+    def export_blocks(self, blocks: Sequence[int]) -> Payload:
+        """Content of blocks of one kind, bit-exact: floats as they are (bfloat16 as its bits in uint16), quantized integers as int8."""
+        return self._moves.export_payload(blocks)
+
+    @torch.inference_mode()
+    def import_blocks(self, blocks: Sequence[int], payload: Payload) -> None:
+        """Raises ValueError, with nothing changed, when the payload does not fit."""
+        self._moves.import_payload(blocks, payload)
+
+    def recompute_seconds(self, tokens: int) -> float:
+        """At the rate of late prefill steps, whatever their length; inf before the first one."""
+        return self._prefilling.seconds(tokens)
+
+    def transfer_seconds(self, blocks: int) -> float:
+        """At the rate of late moves, or of a first try; inf without a host tier."""
+        return self._moves.transfer_seconds(blocks)
+
+    def copy_seconds(self, blocks: int) -> float:
+        """At the rate of late copies, or of a first try."""
+        return self._moves.copy_seconds(blocks)
+
+    def _report_errors(self) -> None:
+        self.kv.report(self._telemetry.quant_error if self._telemetry is not None else _discard)
 
     # -- plan to rows ----------------------------------------------------------------------------------------------------
 
@@ -115,11 +179,13 @@ class TorchExecutor:
             ids.append(self._ids(chunk.request, span.start, span.context))
             row += chunk.tokens
         first = row
-        order = sorted(range(len(plan.decode)), key=lambda i: plan.decode[i].num_computed)
+        unordered = [self._span(request, request.num_computed, 1, 0) for request in plan.decode]
+        order = sorted(range(len(unordered)), key=lambda i: (self._is_compressed(unordered[i]), unordered[i].start))
         decodes = []
         for i in order:
-            request = plan.decode[i]
-            decodes.append(self._span(request, request.num_computed, 1, row))
+            request, span = plan.decode[i], unordered[i]
+            span.row = row
+            decodes.append(span)
             ids.append(self._ids(request, request.num_computed, request.num_computed + 1))
             row += 1
         positions = np.concatenate([np.arange(span.start, span.context) for span in (*chunks, *decodes)])
@@ -139,6 +205,10 @@ class TorchExecutor:
         assert request.table is not None
         needed = -(-(start + tokens) // self._config.block_size)
         return Span(request, start, tokens, row, np.fromiter(request.table.blocks[:needed], np.int64, needed))
+
+    def _is_compressed(self, span: Span) -> bool:
+        """Whether any of the sequence's blocks is compressed."""
+        return isinstance(self.kv, CompressedKV) and self.kv.is_mixed(span)
 
     def _ids(self, request: Request, start: int, end: int) -> np.ndarray:
         """Token ids at positions [start, end) of prompt and output."""
@@ -167,16 +237,24 @@ class TorchExecutor:
     # -- time ------------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _lap(telemetry: Telemetry, plan: StepPlan, shares: list[float], started: float, forwarded: float) -> None:
+    def _prefill_share(plan: StepPlan, shares: list[float]) -> float:
+        """Share of prefill in the forward pass."""
         prefill_tokens = sum(chunk.tokens for chunk in plan.prefill)
         tokens = prefill_tokens + len(plan.decode)
         prefill_samples = sum(chunk.samples for chunk in plan.prefill)
         samples = prefill_samples + len(plan.decode)
         of_head = prefill_samples / samples if samples else 0.0
-        prefill = shares[Part.PREFILL] + shares[Part.LINEAR] * prefill_tokens / tokens + shares[Part.HEAD] * of_head
-        parts = {_PREFILL: prefill, _DEQUANT: shares[Part.DEQUANT], _DECODE: 1.0 - prefill - shares[Part.DEQUANT]}
+        return shares[Part.PREFILL] + shares[Part.LINEAR] * prefill_tokens / tokens + shares[Part.HEAD] * of_head
+
+    @staticmethod
+    def _lap(telemetry: Telemetry, prefill: float, dequant: float, started: float, forwarded: float) -> None:
+        parts = {_PREFILL: prefill, _DEQUANT: dequant, _DECODE: 1.0 - prefill - dequant}
         now = started
         for component, share in parts.items():
             if share > 1e-12:
                 now = min(forwarded, now + share * (forwarded - started))
                 telemetry.lap_to(component, now)
+
+
+def _discard(*_: object) -> None:
+    """Nobody asks for errors."""

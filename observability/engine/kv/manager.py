@@ -1,6 +1,7 @@
-"""What a request's KV costs and where it goes: prefix lookup, layout rules, growth, release, and the pool's measured state.
+"""What a request's KV costs and where it goes: prefix lookup, layout rules, growth, release, moves, and the pool's measured state.
 
-The scheduler asks here and never touches the pool. Time goes to kv_alloc and kv_evict.
+The scheduler asks here and never touches a pool. Block numbers below num_blocks are exact blocks, those from there on quantized ones of
+long sequences. Time goes to kv_alloc, kv_evict and kv_move.
 """
 
 from __future__ import annotations
@@ -9,34 +10,77 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from observability.catalog import COMPONENTS, LAYOUTS
-from observability.engine.kv.pool import EVICTABLE, AddressMap, BlockPool, IntegrityError
-from observability.engine.kv.prefix import BlockKeys, Blocks, SpanKeys, TokenKeys
-from observability.engine.kv.table import CONTIGUOUS, PAGED, BlockTable
-from observability.engine.types import EngineConfig, PromptSpan, Request
+from observability.catalog import COMPONENTS
+from observability.engine.kv.compaction import move_blocks, plan_compaction
+from observability.engine.kv.host import HostTier, host_keys
+from observability.engine.kv.measure import check, measure
+from observability.engine.kv.pool import EVICTABLE, AddressMap, BlockPool
+from observability.engine.kv.prefix import BlockKeys, Blocks, Keys, SpanKeys, TokenKeys
+from observability.engine.kv.table import COMPRESSED, CONTIGUOUS, PAGED, BlockTable
+from observability.engine.types import EngineConfig, Executor, Payload, PromptSpan, Request
+from observability.telemetry import mechanisms as m
 from observability.telemetry.cells import KVState
 from observability.telemetry.recorder import Telemetry
 
-_KV_ALLOC, _KV_EVICT = COMPONENTS.index("kv_alloc"), COMPONENTS.index("kv_evict")
+_KV_ALLOC, _KV_EVICT, _KV_MOVE = (COMPONENTS.index(name) for name in ("kv_alloc", "kv_evict", "kv_move"))
 _NONE: Blocks = np.empty(0, dtype=np.int64)
+_COMPRESS_AT_ONCE = 256  # blocks, between two steps
+_CONTEXTS = 256  # classes and tenants whose hit ratio is remembered
+_CONTEXT_WEIGHT = 0.2  # of the newest request in it
 
 
 class KVManager:
     """Gives blocks to requests and takes them back. Counts of blocks are exact at every moment between two calls."""
 
-    def __init__(self, config: EngineConfig, telemetry: Telemetry, bytes_per_block: int) -> None:
+    def __init__(self, config: EngineConfig, telemetry: Telemetry, executor: Executor) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.pool.on_evict = self._evicted
+        self.compressed: BlockPool | None = None
+        self.host: HostTier | None = None
         self._telemetry = telemetry
-        self._bytes_per_block = bytes_per_block
-        self._contiguous: dict[BlockTable, None] = {}  # tables of running requests in the contiguous layout
+        self.executor = executor
+        self.first_compressed = config.num_blocks or 0  # number of the first compressed block
+        self.contiguous: dict[BlockTable, None] = {}  # tables of running requests in the contiguous layout
         self._serial = 0
-        self._map: tuple[int, AddressMap] | None = None  # of the pool's version
+        self.map: tuple[int, AddressMap] | None = None  # of the pool's version
+        self._wanted_run = 0  # blocks: the longest run that was looked for in vain since the last compaction
+        self._contexts: dict[tuple[str, str], float] = {}  # hit ratio by class and tenant, newest last
+        self._context: tuple[str, str] | None = None  # of the request admitted last
+        if config.num_compressed_blocks:
+            self.compressed = BlockPool(config.num_compressed_blocks)
+            self.compressed.on_evict = self._evicted_compressed
+        moves = []
+        if config.num_host_blocks:
+            everything = self.first_compressed + config.num_compressed_blocks
+            self.host = HostTier(config.num_host_blocks, everything, executor, telemetry)
+            self.pool.on_replace = self.host.replaced
+            moves += [m.OFFLOAD, m.LOAD] + ([m.SWAP_OUT, m.SWAP_IN] if config.swapping else [])
+        if self.compressed is not None:
+            moves.append(m.COMPRESS)
+        if config.compaction_seconds:
+            moves.append(m.COMPACTION)
+        telemetry.mechanisms.expect(moves=moves, prefetch=bool(self.host and config.prefetch_lookahead))
 
-    def _evicted(self, blocks: int) -> None:
-        self._telemetry.evicted(blocks)
-        self._telemetry.lap(_KV_EVICT)
+    @property
+    def utilization(self) -> float:
+        """Share of the blocks, exact and compressed, that requests hold; 0 for an unbounded pool."""
+        if not self.pool.bounded:
+            return 0.0
+        active, size = self.pool.num_active, self.pool.size
+        if self.compressed is not None:
+            active, size = active + self.compressed.num_active, size + self.compressed.size
+        return active / size
+
+    @property
+    def releases(self) -> int:
+        """Moves whenever blocks became allocatable."""
+        return self.pool.releases + (self.compressed.releases if self.compressed is not None else 0)
+
+    @property
+    def host_releases(self) -> int:
+        """Moves whenever blocks became allocatable on the device or content came to the host."""
+        return self.releases + (self.host.pool.version if self.host is not None else 0)
 
     def open_table(self, request: Request) -> None:
         """Gives a new request its (empty) block table."""
@@ -49,44 +93,157 @@ class KVManager:
                 keys = TokenKeys(request.prompt, request.output, self.config.block_size)
         request.table = BlockTable(self.config.block_size, keys)
 
+    # -- eviction --------------------------------------------------------------------------------------------------
+
+    def _evicted(self, blocks: Blocks, keys: Keys) -> None:
+        self._telemetry.evicted(len(blocks))
+        self._telemetry.lap(_KV_EVICT)
+        if self.host is not None:
+            self.host.keep(blocks, keys)
+
+    def _evicted_compressed(self, blocks: Blocks, keys: Keys) -> None:
+        self._telemetry.evicted(len(blocks))
+        self._telemetry.lap(_KV_EVICT)
+        if self.host is not None:
+            self.host.keep(blocks + self.first_compressed, host_keys(keys, True))
+
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, spare: int) -> bool:
-        """Takes blocks for all known tokens of a waiting request and sets num_computed to what the prefix cache serves.
+        """Takes blocks for all known tokens of a waiting request and sets num_computed to what prefix cache, host tier or its own
+        swapped blocks serve; what comes from the host is on its way (table.loading).
 
         False, with nothing changed, when that would leave fewer than `spare` allocatable blocks. The lookup is counted here, for
         a request's first admission only.
         """
-        table, pool, size = request.table, self.pool, self.config.block_size
+        table, size = request.table, self.config.block_size
         assert table is not None
+        self.settle()
+        if self.config.reservation == "max_model_len":
+            return self._reserve(request)
+        if table.slots:
+            return self._swap_in(request, spare)
         known = request.num_tokens
         # One token at least must be computed to sample the next: the last block is never a hit when it would cover all tokens.
         hittable = (known - 1) // size
-        hits = pool.index.match(table.keys.get(0, hittable)) if table.keys is not None else _NONE
-        fresh = -(-known // size) - len(hits)
-        revived = int(np.count_nonzero(pool.state[hits] == EVICTABLE))
-        if fresh + revived + spare > pool.allocatable:
-            return False
+        old = self._compressed_blocks_of(known)
+        hits, slots, kinds = self._match(table, hittable, old)
+        if not self._has_room(known, hits, old, spare):
+            if not old or not (hits.size or slots.size):
+                return False
+            # Exact hits of a long sequence may be more than the exact pool can spare for it.
+            hits, slots, kinds = _NONE, _NONE, kinds[:0]
+            if not self._has_room(known, hits, old, spare):
+                return False
         if hits.size:
-            pool.share(hits)
+            self._share(hits)
             table.extend(hits.tolist())
-            table.num_registered = len(hits)
-        request.num_computed = cached = len(hits) * size
-        self._place(request, fresh)
+            table.num_compressed = int(np.count_nonzero(hits >= self.first_compressed)) if old else 0
+        from_host = self._hit_host(table, hits) + len(slots)
+        if self.host is not None and slots.size:
+            self.host.pool.share(slots)  # not to be evicted while blocks are taken
+        if old:
+            table.layout, table.compress_next = COMPRESSED, len(hits)
+            self._extend_by_kind(table, len(hits), -(-known // size), kinds, old)
+        else:
+            self._place(request, -(-known // size) - len(hits))
+        if slots.size:
+            self._load(table, len(hits), slots, m.LOAD)
+        table.num_registered = len(hits) + len(slots)
+        request.num_computed = cached = table.num_registered * size
         if request.trace is not None and request.num_generated == 0 and request.num_preemptions == 0:
             request.num_cached = cached
             if table.keys is not None:
-                self._telemetry.lookup(request.trace, hittable * size, cached)
+                self._telemetry.lookup(request.trace, hittable * size, cached, from_host * size)
+                self._note_context(request, hittable * size)
         return True
 
+    def _compressed_blocks_of(self, tokens: int) -> int:
+        """Leading blocks that a sequence of so many tokens keeps quantized."""
+        if self.compressed is None or tokens <= self.config.compressed_from:
+            return 0
+        return (tokens - self.config.recent_window) // self.config.block_size
+
+    def _match(self, table: BlockTable, hittable: int, old: int) -> tuple[Blocks, Blocks, np.ndarray]:
+        """Device blocks of the longest cached prefix, host slots of what follows it, and which slots hold a compressed block."""
+        if table.keys is None or not hittable:
+            return _NONE, _NONE, np.empty(0, dtype=bool)
+        keys = table.keys.get(0, hittable)
+        if not old:
+            hits = self.pool.index.match(keys)
+        else:
+            assert self.compressed is not None
+            quantized = self.compressed.index.get(keys)
+            both = np.where(quantized >= 0, quantized + self.first_compressed, self.pool.index.get(keys))
+            absent = np.flatnonzero(both < 0)
+            hits = both[: absent[0]] if absent.size else both
+        if self.host is None or len(hits) == hittable:
+            return hits, _NONE, np.empty(0, dtype=bool)
+        # Of a compressed sequence, old blocks come back compressed, and the recent ones exact.
+        kinds = np.arange(len(hits), hittable) < old
+        slots = self.host.find(host_keys(keys[len(hits) :], kinds))
+        return hits, slots, kinds[: len(slots)]
+
+    def _has_room(self, known: int, hits: Blocks, old: int, spare: int) -> bool:
+        total = -(-known // self.config.block_size)
+        if not old:
+            return total - len(hits) + self._revived(self.pool, hits) + spare <= self.pool.allocatable
+        assert self.compressed is not None
+        quantized, packed = max(old - len(hits), 0), hits >= self.first_compressed
+        if (
+            quantized + self._revived(self.compressed, hits[packed] - self.first_compressed)
+            > self.compressed.allocatable
+        ):
+            return False
+        fresh = total - len(hits) - quantized
+        return fresh + self._revived(self.pool, hits[~packed]) + spare <= self.pool.allocatable
+
+    @staticmethod
+    def _revived(pool: BlockPool, hits: Blocks) -> int:
+        """Allocatable blocks fewer once `hits` are held."""
+        return int(np.count_nonzero(pool.state[hits] == EVICTABLE))
+
+    def _share(self, blocks: Blocks) -> None:
+        quantized = blocks >= self.first_compressed if self.compressed is not None else None
+        if quantized is None or not quantized.any():
+            self.pool.share(blocks)
+            return
+        assert self.compressed is not None
+        self.pool.share(blocks[~quantized])
+        self.compressed.share(blocks[quantized] - self.first_compressed)
+
+    def _give_up(self, blocks: Blocks) -> None:
+        """One holder less for each of `blocks`, of either kind, given in sequence order."""
+        quantized = blocks >= self.first_compressed if self.compressed is not None else None
+        if quantized is None or not quantized.any():
+            self.pool.release(blocks)
+            return
+        assert self.compressed is not None
+        self.pool.release(blocks[~quantized])
+        self.compressed.release(blocks[quantized] - self.first_compressed)
+
+    def _extend_by_kind(self, table: BlockTable, first: int, last: int, loaded: np.ndarray, old: int) -> None:
+        """Takes blocks [first, last) of a compressed sequence: quantized up to `old`, then exact; those loaded by their own kind."""
+        assert self.compressed is not None
+        quantized = np.arange(first, last) < old
+        quantized[: len(loaded)] = loaded
+        blocks = np.empty(last - first, dtype=np.int64)
+        count = int(np.count_nonzero(quantized))
+        blocks[quantized] = self.compressed.take(count) + self.first_compressed
+        blocks[~quantized] = self.pool.take(last - first - count)
+        table.extend(blocks.tolist())
+        table.num_compressed += count
+        self._telemetry.allocated(COMPRESSED, last - first)
+        self._telemetry.lap(_KV_ALLOC)
+
     def _place(self, request: Request, fresh: int) -> None:
-        """The layout rule: sequences expected to stay below `contiguous_below` tokens take adjacent blocks where there are any."""
+        """The layout rule: sequences below `contiguous_below` tokens take adjacent blocks where there are any."""
         table, pool = request.table, self.pool
         assert table is not None
-        expected_tokens = request.prompt_len + request.limit
-        if expected_tokens < self.config.contiguous_below:
+        if request.num_tokens < self.config.contiguous_below:
             # The last token of a sequence is never stored.
-            expected = -(-(expected_tokens - 1) // self.config.block_size)
+            expected_tokens = min(request.prompt_len + request.limit - 1, self.config.contiguous_below)
+            expected = -(-max(expected_tokens, request.num_tokens) // self.config.block_size)
             start: int | None
             if table.blocks:
                 first, start = table.blocks[0], table.blocks[-1] + 1
@@ -94,21 +251,51 @@ class KVManager:
                 if not (adjacent and pool.can_continue(start, fresh)):
                     start = None
             else:
-                avoid = [(t.blocks[-1] + 1, t.reserved_end) for t in self._contiguous]
+                avoid = [(t.blocks[-1] + 1, t.reserved_end) for t in self.contiguous]
                 start = pool.find_run(fresh, expected, avoid)
+                if start is None:
+                    self._wanted_run = max(self._wanted_run, fresh)
             if start is not None:
-                self._telemetry.lap(_KV_ALLOC)
-                table.extend(pool.take_range(start, fresh).tolist())
-                table.layout = CONTIGUOUS
-                table.reserved_end = start + expected - (len(table.blocks) - fresh)
-                self._contiguous[table] = None
-                self._telemetry.allocated(CONTIGUOUS, fresh)
-                self._telemetry.lap(_KV_ALLOC)
+                self._take_run(table, start, fresh, start + expected - len(table.blocks))
                 return
             self._telemetry.layout_fallback()
         table.extend(pool.take(fresh).tolist())
         self._telemetry.allocated(PAGED, fresh)
         self._telemetry.lap(_KV_ALLOC)
+
+    def _take_run(self, table: BlockTable, start: int, count: int, reserved_end: int) -> None:
+        self._telemetry.lap(_KV_ALLOC)
+        table.extend(self.pool.take_range(start, count).tolist())
+        table.layout = CONTIGUOUS
+        table.reserved_end = reserved_end
+        self.contiguous[table] = None
+        self._telemetry.allocated(CONTIGUOUS, count)
+        self._telemetry.lap(_KV_ALLOC)
+
+    def _reserve(self, request: Request) -> bool:
+        """Adjacent blocks for the longest sequence that could be, whatever this one will need."""
+        table, count = request.table, -(-self.config.max_model_len // self.config.block_size)
+        assert table is not None
+        start = self.pool.find_run(count, count)
+        if start is None:
+            self._wanted_run = max(self._wanted_run, count)
+            return False
+        self._take_run(table, start, count, start + count)
+        request.num_computed = 0
+        return True
+
+    def _note_context(self, request: Request, hittable_tokens: int) -> None:
+        """What a change of class or tenant costs: others have evicted the prefixes of the one that comes back."""
+        if not hittable_tokens:
+            return
+        context, ratio = (request.request_class, request.tenant), request.num_cached / hittable_tokens
+        before = self._contexts.pop(context, None)
+        if before is not None and self._context not in (None, context):
+            self._telemetry.mechanisms.context_switch(before - ratio)
+        self._contexts[context] = ratio if before is None else before + _CONTEXT_WEIGHT * (ratio - before)
+        self._context = context
+        if len(self._contexts) > _CONTEXTS:
+            del self._contexts[next(iter(self._contexts))]
 
     def blocks_short(self, requests: Iterable[Request], steps: int) -> int:
         """Blocks that `requests` lack to store `steps` more tokens each."""
@@ -122,6 +309,7 @@ class KVManager:
     def grow(self, requests: Sequence[Request], steps: int) -> None:
         """Takes the blocks that `requests` lack to store `steps` more tokens each; at most `pool.allocatable` of them."""
         size, pool, telemetry = self.config.block_size, self.pool, self._telemetry
+        bound = self.config.contiguous_below
         paged: list[tuple[BlockTable, int]] = []
         for request in requests:
             table = request.table
@@ -129,7 +317,10 @@ class KVManager:
             count = -(-(request.num_computed + steps - table.capacity_tokens) // size)
             while count > 0 and table.layout == CONTIGUOUS:
                 adjacent = table.blocks[-1] + 1
-                if pool.can_continue(adjacent, 1):
+                if table.capacity_tokens >= bound:  # it has grown out of the layout; its blocks stay where they are
+                    self._leave_contiguous(table)
+                    telemetry.mechanisms.layout_changed(PAGED)
+                elif pool.can_continue(adjacent, 1):
                     table.extend(pool.take_range(adjacent, 1).tolist())
                     telemetry.allocated(CONTIGUOUS, 1)
                     count -= 1
@@ -144,11 +335,11 @@ class KVManager:
             for table, count in paged:
                 table.extend(blocks[:count])
                 del blocks[:count]
-            telemetry.allocated(PAGED, total)
+                telemetry.allocated(table.layout, count)
         telemetry.lap(_KV_ALLOC)
 
     def _leave_contiguous(self, table: BlockTable) -> None:
-        del self._contiguous[table]
+        del self.contiguous[table]
         self.pool.unreserve(table.blocks[-1] + 1, table.reserved_end)
         table.layout, table.reserved_end = PAGED, 0
 
@@ -170,111 +361,330 @@ class KVManager:
                 blocks += table.blocks[table.num_registered : full]
                 new_keys.append(table.keys.get(table.num_registered, full))
                 table.num_registered = full
-        if len(new_keys) == 1:
-            self.pool.register(np.array(blocks, dtype=np.int64), new_keys[0])
-        elif new_keys:  # equal prompts may have become full in the same step
-            keys, first = np.unique(np.concatenate(new_keys), return_index=True)
-            self.pool.register(np.array(blocks, dtype=np.int64)[first], keys)
+        if new_keys:
+            self._register(np.array(blocks, dtype=np.int64), np.concatenate(new_keys), distinct=len(new_keys) == 1)
+
+    def _register(self, blocks: Blocks, keys: Keys, *, distinct: bool) -> None:
+        kinds: list[tuple[BlockPool, Blocks, Keys]] = [(self.pool, blocks, keys)]
+        if self.compressed is not None and (quantized := blocks >= self.first_compressed).any():
+            kinds = [
+                (self.pool, blocks[~quantized], keys[~quantized]),
+                (self.compressed, blocks[quantized] - self.first_compressed, keys[quantized]),
+            ]
+        for pool, own, own_keys in kinds:
+            if not distinct:  # equal prompts may have become full in the same step
+                own_keys, first = np.unique(own_keys, return_index=True)
+                own = own[first]
+            pool.register(own, own_keys)
 
     def release(self, request: Request) -> None:
         """Takes all blocks back; what was computed stays cached for as long as nobody needs the room."""
         table = request.table
         if table is not None and table.blocks:
+            for transfer in table.loading:  # its blocks must not be used by others while data comes in
+                transfer.wait()
             self.register((request,))
             self._offer_again(table)
             if table.layout == CONTIGUOUS:
                 self._leave_contiguous(table)
-            self.pool.release(np.array(table.blocks, dtype=np.int64))
+            self._give_up(np.array(table.blocks, dtype=np.int64))
             table.clear()
+            self.settle()
         request.num_computed = 0
+
+    def forget(self, request: Request) -> None:
+        """A waiting request has ended: what it has on the host is given up."""
+        table = request.table
+        if table is not None and table.slots:
+            assert self.host is not None
+            self.host.pool.release(np.array(table.slots, dtype=np.int64))
+            table.slots.clear()
 
     def _offer_again(self, table: BlockTable) -> None:
         """Registers full blocks that stayed private because an equal block was indexed, which may be gone by now."""
-        if not table.num_registered:
+        if not table.num_registered or table.keys is None:
             return
         blocks = np.array(table.blocks[: table.num_registered], dtype=np.int64)
-        private = ~self.pool.keyed[blocks]
+        private = ~self._keyed(blocks)
         if private.any():
-            assert table.keys is not None
-            self.pool.register(blocks[private], table.keys.get(0, table.num_registered)[private])
+            self._register(blocks[private], table.keys.get(0, table.num_registered)[private], distinct=True)
+
+    def _keyed(self, blocks: Blocks) -> np.ndarray:
+        if self.compressed is None:
+            return self.pool.keyed[blocks]
+        everything = np.concatenate((self.pool.keyed, self.compressed.keyed))
+        return everything[blocks]
+
+    # -- the host tier ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Books the loads that have ended; prefetched blocks are cached content from here on."""
+        if self.host is not None:
+            for blocks in self.host.settle():
+                self._give_up(blocks)
+
+    def _hit_host(self, table: BlockTable, hits: Blocks) -> int:
+        """Blocks among `hits` that were prefetched; the table waits for those on their way."""
+        if self.host is None or not hits.size:
+            return 0
+        waiting, prefetched = self.host.hit(hits)
+        table.loading += waiting
+        return prefetched
+
+    def _load(self, table: BlockTable, first: int, slots: Blocks, reason: int) -> None:
+        """Starts to bring `slots`, which are pinned, to blocks [first, ...) of the table. Others may share and await them."""
+        assert self.host is not None
+        blocks = np.array(table.blocks[first : first + len(slots)], dtype=np.int64)
+        if table.keys is not None:
+            self._register(blocks, table.keys.get(first, first + len(slots)), distinct=True)
+        table.loading.append(self.host.load(slots, blocks, reason))
+
+    def next_arrival(self) -> float | None:
+        """In virtual time, when the next load ends."""
+        return None if self.host is None else self.host.next_arrival()
+
+    def prefetch(self, keys: Keys, spare: int) -> None:
+        """Brings what follows the cached prefix of `keys` back from the host, ahead of a request for it, as far as the share of
+        unused prefetched blocks and `spare` allocatable ones allow. Exact blocks only."""
+        assert self.host is not None
+        hits = self.pool.index.match(keys)
+        if len(hits) == len(keys):
+            return
+        slots = self.host.find(host_keys(keys[len(hits) :], False))
+        most = int(self.config.prefetch_warmup_ratio * self.pool.size) - int(np.count_nonzero(self.host.prefetched))
+        room = self.pool.allocatable - self._revived(self.pool, hits) - spare
+        slots = slots[: max(min(most, room), 0)]
+        if not slots.size:
+            return
+        self.pool.share(hits)  # not to be evicted for what follows them
+        self.host.pool.share(slots)
+        blocks = self.pool.take(len(slots))
+        self.pool.release(hits)
+        self._telemetry.allocated(PAGED, len(blocks))
+        self.pool.register(blocks, keys[len(hits) : len(hits) + len(slots)])
+        self.host.load(slots, blocks, m.LOAD, held=True)
+
+    def swap_out(self, request: Request) -> bool:
+        """Moves the full blocks of a running request to the host, if that and the way back cost less than computing them again.
+
+        False: nothing has changed, and its blocks are to be given up.
+        """
+        table, host = request.table, self.host
+        assert table is not None
+        full = request.num_computed // self.config.block_size
+        if host is None or not self.config.swapping or not full or table.loading or full > host.pool.allocatable:
+            return False
+        if self.executor.kv_fixed_bytes_per_sequence:  # a part of its KV lies outside the blocks
+            return False
+        if 2.0 * self.executor.transfer_seconds(full) >= self.executor.recompute_seconds(request.num_computed):
+            return False
+        blocks = np.array(table.blocks[:full], dtype=np.int64)
+        quantized = blocks >= self.first_compressed
+        keys = np.empty(0, dtype=np.uint64)
+        if table.keys is not None:
+            keys = host_keys(table.keys.get(0, full), quantized)
+        self._telemetry.lap(_KV_ALLOC)
+        table.slots = host.seat(blocks, keys).tolist()
+        table.swapped_compressed = quantized.tolist()
+        self.release(request)
+        return True
+
+    def _swap_in(self, request: Request, spare: int) -> bool:
+        """Takes blocks for a swapped request: those that are still cached on the device are shared, the others come back."""
+        table, host, size = request.table, self.host, self.config.block_size
+        assert table is not None
+        assert host is not None
+        known, stored = request.num_tokens, len(table.slots)
+        old = self._compressed_blocks_of(known)
+        total = -(-known // size)
+        quantized = np.arange(total) < old
+        quantized[:stored] = table.swapped_compressed
+        hits = _NONE
+        if table.keys is not None:
+            keys = table.keys.get(0, stored)
+            there = self.pool.index.get(keys)
+            if self.compressed is not None:
+                packed = self.compressed.index.get(keys)
+                there = np.where(quantized[:stored], np.where(packed >= 0, packed + self.first_compressed, -1), there)
+            absent = np.flatnonzero(there < 0)
+            hits = there[: absent[0]] if absent.size else there
+        missing = quantized[len(hits) :]
+        fresh = len(missing) - int(np.count_nonzero(missing))
+        if fresh + self._revived(self.pool, hits[hits < self.first_compressed]) + spare > self.pool.allocatable:
+            return False
+        if self.compressed is not None:
+            revived = self._revived(self.compressed, hits[hits >= self.first_compressed] - self.first_compressed)
+            if len(missing) - fresh + revived > self.compressed.allocatable:
+                return False
+        if hits.size:
+            self._share(hits)
+            table.extend(hits.tolist())
+            table.num_compressed = int(np.count_nonzero(quantized[: len(hits)]))
+            self._hit_host(table, hits)
+        if quantized.any():
+            table.layout = COMPRESSED
+            self._extend_by_kind(table, len(hits), total, missing, 0)
+        else:
+            table.extend(self.pool.take(fresh).tolist())
+            self._telemetry.allocated(PAGED, fresh)
+            self._telemetry.lap(_KV_ALLOC)
+        slots = np.array(table.slots, dtype=np.int64)
+        table.slots.clear()
+        host.pool.release(slots[: len(hits)])
+        if len(hits) < stored:
+            self._load(table, len(hits), slots[len(hits) :], m.SWAP_IN)
+        table.num_registered = stored if table.keys is not None else 0
+        request.num_computed = stored * size
+        return True
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def cached_blocks(self, keys: Keys) -> int:
+        """How many leading blocks with these keys are here: on the device, exact or compressed, and then on the host."""
+        there = self.pool.index.get(keys) >= 0
+        if self.compressed is not None:
+            there |= self.compressed.index.get(keys) >= 0
+        absent = np.flatnonzero(~there)
+        count = int(absent[0]) if absent.size else len(keys)
+        if self.host is not None:
+            count += len(self.host.find(host_keys(keys[count:], False)))
+        return count
+
+    def export_prefix(self, keys: Keys) -> tuple[int, Payload]:
+        """How many leading blocks with these keys lie exact on the device, and their content by tensor, the first axis blocks."""
+        blocks = self.pool.index.match(keys)
+        if self.host is not None:
+            blocks = blocks[
+                : np.argmax(np.append(self.host.flight_of[blocks] >= 0, True))
+            ]  # as far as they have arrived
+        return len(blocks), self.executor.export_blocks(blocks.tolist()) if len(blocks) else {}
+
+    def import_prefix(self, keys: Keys, payload: Payload) -> int:
+        """Puts the content of leading blocks, as export_prefix gave it, into the cache under their keys, as far as there is room; returns
+        how many of them are cached now. Raises ValueError when the content does not fit."""
+        if not payload:
+            return 0
+        count = len(next(iter(payload.values())))
+        if count > len(keys):
+            raise ValueError(f"{count} blocks are given with {len(keys)} keys")
+        keys = keys[:count]
+        known = self.pool.index.get(keys)
+        missing = np.flatnonzero(known < 0)[: self.pool.allocatable]
+        held = known[known >= 0]
+        self.pool.share(held)
+        missing = missing[: self.pool.allocatable]
+        blocks = self.pool.take(len(missing))
+        try:
+            if len(missing):
+                self.executor.import_blocks(blocks.tolist(), {name: rows[missing] for name, rows in payload.items()})
+                self.pool.register(blocks, keys[missing])
+                self._telemetry.allocated(PAGED, len(blocks))
+        finally:
+            self.pool.release(blocks)
+            self.pool.release(held)
+        return len(self.pool.index.match(keys))
+
+    # -- between two steps -----------------------------------------------------------------------------------------
+
+    def compress(self, requests: Iterable[Request]) -> None:
+        """Quantizes blocks of long sequences that have left the recent window, a bounded number of them."""
+        if self.compressed is None:
+            return
+        size, left = self.config.block_size, min(_COMPRESS_AT_ONCE, self.compressed.allocatable)
+        sources: list[int] = []
+        places: list[tuple[BlockTable, int]] = []
+        touched: list[Request] = []
+        for request in requests:
+            table = request.table
+            assert table is not None
+            if request.num_computed <= self.config.compressed_from or table.loading:
+                continue
+            if table.layout != COMPRESSED:
+                if table.layout == CONTIGUOUS:
+                    self._leave_contiguous(table)
+                table.layout = COMPRESSED
+                self._telemetry.mechanisms.layout_changed(COMPRESSED)
+            old = (request.num_computed - self.config.recent_window) // size
+            if table.compress_next < old:
+                touched.append(request)
+            while table.compress_next < old and left:
+                at = table.compress_next
+                block = table.blocks[at]
+                # A block that others hold stays exact: they read it, and it would cost room twice.
+                if block < self.first_compressed and self.pool.refs[block] == 1:
+                    sources.append(block)
+                    places.append((table, at))
+                    left -= 1
+                table.compress_next += 1
+        if not sources:
+            return
+        self.register(touched)
+        began = self._telemetry.lap(_KV_ALLOC)
+        targets = self.compressed.take(len(sources))
+        self.executor.compress_blocks(list(zip(sources, (targets + self.first_compressed).tolist(), strict=True)))
+        self._telemetry.mechanisms.moved(m.COMPRESS, len(sources), self.executor.clock.now() - began)
+        self._telemetry.allocated(COMPRESSED, len(sources))
+        keys: list[Keys] = []
+        for (table, at), target in zip(places, targets.tolist(), strict=True):
+            table.blocks[at] = target + self.first_compressed
+            table.num_compressed += 1
+            if table.keys is not None:
+                keys.append(table.keys.get(at, at + 1))
+        if keys:
+            self._register(targets + self.first_compressed, np.concatenate(keys), distinct=False)
+        self.pool.release(np.array(sources, dtype=np.int64))
+        self._telemetry.lap(_KV_MOVE)
+
+    def compact(self, requests: Iterable[Request]) -> None:
+        """One slice of compaction, if a run of adjacent blocks was looked for in vain: moves blocks of paged sequences together."""
+        if not self.config.compaction_seconds or not self._wanted_run:
+            return
+        each = self.executor.copy_seconds(1)
+        slice_blocks = int(self.config.compaction_seconds / each) if each > 0 else self.pool.size
+        if slice_blocks < 1:
+            return
+        movable = np.zeros(self.pool.size, dtype=bool)
+        tables: list[tuple[BlockTable, Blocks]] = []
+        flights = self.host.flights if self.host is not None else ()
+        fixed = [flight.blocks[flight.blocks < self.pool.size] for flight in flights]
+        for request in requests:
+            table = request.table
+            assert table is not None
+            blocks = np.array(table.blocks, dtype=np.int64)
+            exact = blocks[blocks < self.pool.size]
+            if table.layout == CONTIGUOUS or table.loading:
+                fixed.append(exact)  # whoever shares a block with them leaves it where it is
+            else:
+                tables.append((table, blocks))
+                movable[exact] = True
+        if fixed:
+            movable[np.concatenate(fixed)] = False
+        protect = [(t.blocks[-1] + 1, t.reserved_end) for t in self.contiguous]
+        sources, targets = plan_compaction(self.pool, movable, self._wanted_run, slice_blocks, protect)
+        if not len(sources):
+            self._wanted_run = 0
+            return
+        began = self._telemetry.lap(_KV_ALLOC)
+        before = self.pool.address_map().largest_free_run
+        move_blocks(self.pool, sources, targets)  # first: what the targets held goes to the host
+        self.executor.copy_blocks(list(zip(sources.tolist(), targets.tolist(), strict=True)))
+        moved_to = np.arange(self.first_compressed + self.config.num_compressed_blocks)
+        moved_to[sources] = targets
+        is_source = np.zeros(len(moved_to), dtype=bool)
+        is_source[sources] = True
+        for table, blocks in tables:
+            if is_source[blocks].any():
+                table.blocks[:] = moved_to[blocks].tolist()
+        self._telemetry.mechanisms.recovered(self.pool.address_map().largest_free_run - before)
+        now = self._telemetry.lap(_KV_MOVE)
+        self._telemetry.mechanisms.moved(m.COMPACTION, len(sources), now - began)
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
     def state(self, running: Iterable[Request]) -> KVState:
-        """Exact measurements of the pool between two steps. Less than 0.3 ms for 4,096 blocks.
+        """Exact measurements of the pools between two steps (kv/measure.py)."""
+        return measure(self, running)
 
-        An unbounded pool has no capacity and no address space: its free count is of blocks made so far, its runs and regions are empty.
-        """
-        pool, size = self.pool, self.config.block_size
-        layout_blocks = [0] * len(LAYOUTS)
-        stored, not_full = 0, 0
-        for request in running:
-            table = request.table
-            assert table is not None
-            full, tail = divmod(request.num_computed, size)
-            layout_blocks[table.layout] += len(table.blocks)
-            # Blocks behind the last full one belong to one sequence alone, so only full ones could be counted twice.
-            not_full += len(table.blocks) - full
-            stored += tail
-        stored += (pool.num_active - not_full) * size
-        if not pool.bounded:
-            lay = AddressMap(0, [], np.zeros((0, 3), dtype=np.int64), np.zeros(0, dtype=np.int64))
-        elif self._map is not None and self._map[0] == pool.version:
-            lay = self._map[1]
-        else:
-            lay = pool.address_map()
-            self._map = (pool.version, lay)
-        return KVState(
-            capacity_blocks=self.config.num_blocks,
-            block_size=size,
-            bytes_per_block=self._bytes_per_block,
-            free=pool.num_free,
-            evictable=pool.num_evictable,
-            active=pool.num_active,
-            layout_blocks=layout_blocks,
-            stored_tokens=stored,
-            largest_free_run=lay.largest_free_run,
-            free_runs=lay.free_runs,
-            region_blocks=lay.region_blocks,
-            region_free_run=lay.region_free_run,
-        )
-
-    def check_integrity(self, running: Sequence[Request]) -> None:
-        """Raises IntegrityError unless pool, index and the tables of the running requests agree."""
-        pool, size = self.pool, self.config.block_size
-        pool.check_integrity()
-        held = np.zeros(pool.size, dtype=np.int64)
-        contiguous = set()
-        for request in running:
-            table, name = request.table, request.request_id
-            if table is None or not table.blocks:
-                raise IntegrityError(f"{name} runs without blocks")
-            blocks = np.array(table.blocks)
-            if len(set(table.blocks)) != len(blocks):
-                raise IntegrityError(f"{name} holds a block twice")
-            held[blocks] += 1
-            if table.capacity_tokens != len(blocks) * size or request.num_computed > table.capacity_tokens:
-                raise IntegrityError(
-                    f"{name} has {request.num_computed} tokens stored, {len(blocks)} blocks and says {table.capacity_tokens}"
-                )
-            if table.layout == CONTIGUOUS:
-                contiguous.add(table)
-                if (np.diff(blocks) != 1).any():
-                    raise IntegrityError(f"{name} is contiguous and its blocks are not adjacent")
-            if (pool.refs[blocks[request.num_computed // size :]] != 1).any():
-                raise IntegrityError(f"{name} shares a block that is not full")
-            if pool.keyed[blocks[table.num_registered :]].any():
-                raise IntegrityError(f"{name} has a block indexed that was never registered")
-            if table.keys is not None and table.num_registered:
-                # A block offered while an equal one was held stayed private, and that one may have been evicted since.
-                offered = blocks[: table.num_registered]
-                keyed = pool.keyed[offered]
-                if (pool.keys[offered] != table.keys.get(0, table.num_registered))[keyed].any():
-                    raise IntegrityError(f"{name} holds a block that is indexed for other content")
-        if set(self._contiguous) != contiguous:
-            raise IntegrityError("the list of contiguous tables does not match the running requests")
-        wrong = np.flatnonzero(held != pool.refs[: pool.size])
-        if wrong.size:
-            raise IntegrityError(
-                f"block {wrong[0]} is held by {held[wrong[0]]} running requests and counts {pool.refs[wrong[0]]} ({len(wrong)} such blocks)"
-            )
+    def check_integrity(self, running: Sequence[Request], waiting: Iterable[Request] = ()) -> None:
+        """Raises IntegrityError unless pools, indices and the tables of all requests agree."""
+        check(self, running, waiting)

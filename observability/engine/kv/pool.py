@@ -94,7 +94,8 @@ class _ReuseQueue:
 class BlockPool:
     """`num_blocks` blocks of which none is held at first; None grows without bound and never evicts (virtual time only).
 
-    `on_evict(blocks)` is called after cached blocks were given up. The caller takes at most `allocatable` blocks, and releases
+    `on_evict(blocks, keys)` is called before the content of cached blocks is given up, `on_replace(blocks)` before cached
+    blocks are given up because the same content lies in others. The caller takes at most `allocatable` blocks, and releases
     only what it holds.
     """
 
@@ -115,7 +116,8 @@ class BlockPool:
         self.num_active = 0
         self.version = 0  # moves with every change
         self.releases = 0  # moves whenever blocks became allocatable
-        self.on_evict: Callable[[int], None] | None = None
+        self.on_evict: Callable[[Blocks, Keys], None] | None = None
+        self.on_replace: Callable[[Blocks], None] | None = None
         self._stamp = 1
         self._free = _ReuseQueue()
         self._lru = _ReuseQueue()
@@ -294,12 +296,12 @@ class BlockPool:
 
     def _forget(self, blocks: Blocks) -> None:
         """Evictable blocks lose their content; the caller activates them next."""
+        if self.on_evict is not None:
+            self.on_evict(blocks, self.keys[blocks])
         self.index.remove(blocks)
         self.keyed[blocks] = False
         self.num_evictable -= len(blocks)
         self.num_free += len(blocks)
-        if self.on_evict is not None:
-            self.on_evict(len(blocks))
 
     # -- caching ---------------------------------------------------------------------------------------------------
 
@@ -312,6 +314,8 @@ class BlockPool:
         idle = self.state[old] == EVICTABLE
         if idle.any():  # the new copy was used last, and the old one may lie behind a gap
             old, moved, moved_keys = old[idle], blocks[~new][idle], keys[~new][idle]
+            if self.on_replace is not None:
+                self.on_replace(old)
             self.index.replace(old, moved)
             self.keyed[old] = False
             self.num_evictable -= len(old)

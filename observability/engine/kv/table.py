@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from observability.catalog import LAYOUTS
 from observability.engine.kv.prefix import BlockKeys
+from observability.engine.types import Transfer
 
 CONTIGUOUS = LAYOUTS.index("contiguous")
 PAGED = LAYOUTS.index("paged")
+COMPRESSED = LAYOUTS.index("compressed")
 
 
 @dataclass(eq=False, slots=True)
@@ -16,7 +18,8 @@ class BlockTable:
     """Tokens [i * block_size, (i + 1) * block_size) of the sequence lie in `blocks[i]`.
 
     `layout` is an index into catalog.LAYOUTS. In the contiguous layout, block i is `blocks[0] + i`, so that attention may
-    read a plain slice. A table outlives preemption (without blocks), so that keys are made once.
+    read a plain slice. In the compressed one, numbers from num_blocks on are quantized blocks. A table outlives preemption (without
+    blocks), so that keys are made once.
     """
 
     block_size: int
@@ -25,8 +28,14 @@ class BlockTable:
     layout: int = PAGED
     capacity_tokens: int = 0  # len(blocks) * block_size
     num_registered: int = 0  # leading blocks that were offered to the prefix index or came from it
+    num_compressed: int = 0  # of `blocks`
+    compress_next: int = 0  # first block that was not looked at yet for compression
     reserved_end: int = 0  # contiguous: blocks up to here (excluded) are left to this sequence where possible
     recompute_tokens: int = 0  # tokens that had been computed when the sequence was last preempted
+    slots: list[int] = field(default_factory=list)  # host slots of blocks [0, len(slots)) while swapped out
+    swapped_compressed: list[bool] = field(default_factory=list)  # which of them hold a compressed block
+    looked_ahead: int = -1  # kv.host_releases when prefetch last looked at this waiting sequence
+    loading: list[Transfer] = field(default_factory=list)  # on whose end the sequence waits
 
     @property
     def num_blocks(self) -> int:
@@ -38,5 +47,6 @@ class BlockTable:
 
     def clear(self) -> None:
         self.blocks.clear()
-        self.capacity_tokens = self.num_registered = self.reserved_end = 0
+        self.loading.clear()
+        self.capacity_tokens = self.num_registered = self.num_compressed = self.compress_next = self.reserved_end = 0
         self.layout = PAGED

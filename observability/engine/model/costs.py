@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from observability.engine.model.latent_config import TINY_MLA, LatentConfig
 from observability.errors import ConfigError
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / 32}  # fp4: with one scale byte per 32
@@ -166,12 +167,14 @@ def _grouped_query(
     context: int,
     source: str,
 ) -> ModelCost:
-    """A dense model with grouped-query attention. int8 KV: one byte an element and a float32 scale per head and tensor."""
+    """A dense model with grouped-query attention. int8 and int4 KV: one byte or half a byte an element,
+    and a float32 scale per head and tensor."""
     elements = 2 * kv_heads * head_dim
     formats = {
         "float32": 4.0 * elements,
         "bfloat16": 2.0 * elements,
         "int8": 1.0 * elements + 2 * kv_heads * 4.0,
+        "int4": 0.5 * elements + 2 * kv_heads * 4.0,
     }
     return ModelCost(
         name=name,
@@ -187,6 +190,43 @@ def _grouped_query(
         max_context=context,
         kv_format="bfloat16",
         attention=(AttentionGroup(layers, 4.0 * heads * head_dim, MappingProxyType(formats)),),
+        sources=MappingProxyType({"all": source}),
+    )
+
+
+def latent_cost(name: str, config: LatentConfig, *, source: str) -> ModelCost:
+    """The record of a dense model with latent attention: full layers are its slope, sliding ones its fixed part. Decode reads
+    states in absorbed form (scores over latent + RoPE, values over latent), prefill expands them to heads."""
+    heads, width = config.num_heads, config.state_width
+    parameters = float(sum(math.prod(shape) for shape in config.tensor_shapes().values()))
+
+    def group(layers: int, tokens_per_state: int | None, window: int) -> AttentionGroup:
+        return AttentionGroup(
+            layers,
+            2.0 * heads * (width + config.kv_lora_rank),
+            MappingProxyType({"float32": 4.0 * width, "bfloat16": 2.0 * width}),
+            tokens_per_state=tokens_per_state,
+            window=window,
+            prefill_flops_per_state=2.0
+            * heads
+            * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim),
+        )
+
+    groups = (group(config.full_layers, 1, 0), group(config.window_layers, None, config.sliding_window))
+    return ModelCost(
+        name=name,
+        parameters=parameters,
+        active_parameters=parameters,
+        weight_dtype="bfloat16",
+        weight_bytes=parameters * WEIGHT_BYTES["bfloat16"],
+        layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        heads=heads,
+        kv_heads=1,
+        head_dim=width,
+        max_context=config.max_position,
+        kv_format="bfloat16",
+        attention=tuple(g for g in groups if g.layers),
         sources=MappingProxyType({"all": source}),
     )
 
@@ -301,6 +341,7 @@ MODELS: dict[str, ModelCost] = {
             context=131_072,
             source="The Llama 3 Herd of Models (arXiv 2407.21783) table 3; context of the 3.1 release",
         ),
+        latent_cost("tiny-mla", TINY_MLA, source="latent_config.TINY_MLA, the random-weight preset that this engine runs"),
         _DEEPSEEK_V3,
         _deepseek_v4(
             "deepseek-v4-pro", parameters=1600e9, active=49e9, hidden=7168, heads=128, experts=384,

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from observability.engine.model import fetch
 from observability.engine.model.gguf_file import GGUFFile
+from observability.engine.model.latent import LatentDecoder, random_weights
+from observability.engine.model.latent_config import TINY_MLA, LatentConfig
 from observability.engine.model.llama import Llama, ModelConfig, RopeScaling
 from observability.engine.model.tokenizer import Tokenizer, byte_tokenizer, from_directory, from_gguf, read_json
 from observability.errors import ModelError
@@ -30,14 +32,15 @@ class LoadedModel:
     """A model ready to run. `name` is what clients and metric labels call it."""
 
     name: str
-    config: ModelConfig
-    model: Llama
+    config: ModelConfig | LatentConfig
+    model: Llama | LatentDecoder
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
 
 
 def load_model(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Loads `smollm2-135m`, `tiny` (random weights, one token a byte), a Hugging Face Llama directory or a .gguf file.
+    """Loads `smollm2-135m`, a Hugging Face Llama directory, a .gguf file, or random weights with one token a byte: `tiny` (Llama) and
+    `tiny-mla` (latent attention, every second layer sliding).
 
     Weights are converted to `dtype` on `device`. Raises ModelError with a next step when the model is not there, is broken, or
     is of a kind that this engine does not run.
@@ -49,6 +52,9 @@ def load_model(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dt
         )
     if str(name_or_path) == "tiny":
         return _tiny(device, dtype)
+    if str(name_or_path) == "tiny-mla":
+        weights = random_weights(TINY_MLA)
+        return _of_bytes("tiny-mla", LatentDecoder(TINY_MLA, weights.__getitem__, device=device, dtype=dtype))
     if (known := fetch.FETCHABLE.get(str(name_or_path))) is not None:
         path = fetch.model_path(known)
         if not path.is_file():
@@ -68,7 +74,7 @@ def load_model(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dt
         )
     raise ModelError(
         f"There is no model {str(name_or_path)!r}: no known name and no such path.",
-        next_step=f"Use {', '.join(fetch.FETCHABLE)}, tiny, or the path of a Hugging Face Llama directory or a GGUF file.",
+        next_step=f"Use {', '.join(fetch.FETCHABLE)}, tiny, tiny-mla, or the path of a Hugging Face Llama directory or a GGUF file.",
     )
 
 
@@ -321,7 +327,11 @@ def _tiny(device: str, dtype: torch.dtype) -> LoadedModel:
         scale = 1.0 if "embed" in name else 2.0 * shape[-1] ** -0.5
         return torch.randn(shape, generator=generator) * scale
 
+    return _of_bytes("tiny", Llama(TINY, read, device=device, dtype=dtype))
+
+
+def _of_bytes(name: str, model: Llama | LatentDecoder) -> LoadedModel:
     tokenizer = byte_tokenizer()
     eos = tokenizer.backend.token_to_id("<|im_end|>")
     assert eos is not None
-    return LoadedModel("tiny", TINY, Llama(TINY, read, device=device, dtype=dtype), tokenizer, frozenset({eos}))
+    return LoadedModel(name, model.config, model, tokenizer, frozenset({eos}))
