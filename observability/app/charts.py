@@ -35,7 +35,7 @@ COLOURS: dict[str, str] = {
     **dict(zip(catalog.BLOCK_STATES, (GREY, STEEL, BLUE), strict=True)),
     **dict(zip(catalog.LAYOUTS, (BLUE, ORANGE, GREEN), strict=True)),
     "P50": STEEL, "P90": BLUE, "P99": ORANGE,
-    "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK,
+    "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK, "deadline": VIOLET,
     "internal": BLUE, "external": ORANGE,
 }  # fmt: skip
 OBJECTIVE_LINE = RED

@@ -33,7 +33,7 @@ class Candidate:
 
 
 class _TokenRate:
-    """Prompt tokens per second of one class, exponentially weighted by age."""
+    """Prompt tokens (or requests) per second of one class, exponentially weighted by age."""
 
     __slots__ = ("_arrivals", "_half_life_seconds", "_last", "_start", "_tokens")
 
@@ -79,6 +79,7 @@ class ArrivalModel:
     def __init__(self, horizon_seconds: float, *, memory: int = 4096, half_life_seconds: float = 60.0) -> None:
         self._horizon_seconds = horizon_seconds
         self._rates = {name: _TokenRate(half_life_seconds) for name in CLASSES}
+        self._counts = {name: _TokenRate(half_life_seconds) for name in CLASSES}
         # Remembered prefixes by slot; `last` is inf where the slot is vacant.
         self._index = PrefixIndex(memory)
         self._keys: list[Keys | None] = [None] * memory
@@ -101,12 +102,17 @@ class ArrivalModel:
     def observe(self, now: float, request_class: str, prompt_tokens: int, keys: Keys | None) -> None:
         """A request arrived. keys: of its prompt's full blocks, `[blocks]`; None where prefixes are not cached."""
         self._rates[request_class].observe(now, prompt_tokens)
+        self._counts[request_class].observe(now, 1)
         if keys is not None and len(keys):
             self._observe_prefix(now, keys)
 
     def expected_tokens(self, now: float, request_class: str, seconds: float) -> float:
         """Prompt tokens of a class that will probably arrive in `seconds` from `now` on; 0 before its fifth arrival."""
         return self._rates[request_class].expected(now, seconds)
+
+    def expected_requests(self, now: float, request_class: str, seconds: float) -> float:
+        """As expected_tokens, in requests."""
+        return self._counts[request_class].expected(now, seconds)
 
     # -- prefixes that return --------------------------------------------------------------------------------------
 

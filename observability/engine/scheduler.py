@@ -11,11 +11,10 @@ A request that runs alone always has enough blocks (EngineConfig), and the first
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
-
-import numpy as np
 
 from observability.catalog import CLASSES, COMPONENTS, PREEMPTION_REASONS, STATES
 from observability.engine.arrivals import ArrivalModel
@@ -239,8 +238,10 @@ class Scheduler:
         assert head.trace is not None
         again = head in self._preempted
         self._telemetry.lap(_SCHEDULE)
-        spare = len(self.decoding) + (0 if again else self._reserved_for_others(head, now))
-        if not self.kv.admit(head, spare if self.num_running else 0):
+        blocks, seats = (0, 0) if again or not self.num_running else self._reserved_for_others(head, now)
+        if self.num_running >= self._seats - seats:
+            return None
+        if not self.kv.admit(head, len(self.decoding) + blocks if self.num_running else 0):
             self._refused = (head, self.kv.releases)
             if not again and head.trace.state != KV_WAIT:
                 self._telemetry.transition(head.trace, KV_WAIT)
@@ -287,13 +288,16 @@ class Scheduler:
         for transfer in self.loading[0].table.loading:  # type: ignore[union-attr]
             transfer.wait()
 
-    def _reserved_for_others(self, head: Request, now: float) -> int:
-        """Blocks kept for the interactive requests that will arrive soon, from those of other classes."""
+    def _reserved_for_others(self, head: Request, now: float) -> tuple[int, int]:
+        """Blocks and seats that other classes leave to the interactive requests which will probably arrive soon, at most the warm-up
+        share of all."""
         if self._arrivals is None or head.request_class == _INTERACTIVE or not self.kv.pool.bounded:
-            return 0
+            return 0, 0
         tokens = self._arrivals.expected_tokens(now, _INTERACTIVE, _HORIZON_SECONDS)
-        most = int(self.config.prefetch_warmup_ratio * self.kv.pool.size)
-        return min(int(np.ceil(tokens / self.config.block_size)), most)
+        requests = self._arrivals.expected_requests(now, _INTERACTIVE, _HORIZON_SECONDS)
+        share = self.config.prefetch_warmup_ratio
+        blocks = min(math.ceil(tokens / self.config.block_size), int(share * self.kv.pool.size))
+        return blocks, min(math.ceil(requests), int(share * self._seats))
 
     def _prefetch(self, now: float) -> None:
         """Brings back from the host what the next in line will hit, and what will probably be asked for."""

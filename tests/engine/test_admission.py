@@ -183,6 +183,29 @@ def test_room_is_kept_for_interactive_requests_that_arrive_regularly():
     assert not waits(True)
 
 
+def test_seats_are_kept_for_interactive_requests_that_arrive_regularly():
+    engine = make_engine(
+        num_blocks=400, max_num_seqs=10, max_num_batched_tokens=400, contiguous_below=0, predictive_admission=True,
+        prefetch_warmup_ratio=0.3,
+    )  # fmt: skip
+    for i in range(20):
+        engine.executor.clock.wait_until(float(i))
+        engine.add(make_request(tokens(i, 4), 1, request_class="interactive", arrival=float(i)))
+        engine.run_until_idle()
+    now = engine.executor.clock.now()
+    for i in range(20):
+        engine.add(make_request(tokens(50 + i, 4), 20, request_class="standard", arrival=now))
+    engine.step()
+    assert engine.num_running == 7, "three of ten seats: ten seconds bring ten requests, and at most the warm-up share is kept"
+    urgent = [make_request(tokens(90 + i, 4), 20, request_class="interactive", arrival=now) for i in range(4)]
+    for request in urgent:
+        engine.add(request)
+    engine.step()
+    assert engine.num_running == 10
+    engine.run_until_idle()
+    assert_idle_and_whole(engine)
+
+
 def test_a_request_that_would_leave_too_little_room_still_runs_when_nothing_else_does():
     engine = make_engine(num_blocks=32, contiguous_below=0, predictive_admission=True, prefetch_warmup_ratio=1.0)
     for i in range(20):
