@@ -196,7 +196,9 @@ def test_seats_are_kept_for_interactive_requests_that_arrive_regularly():
     for i in range(20):
         engine.add(make_request(tokens(50 + i, 4), 20, request_class="standard", arrival=now))
     engine.step()
-    assert engine.num_running == 7, "three of ten seats: ten seconds bring ten requests, and at most the warm-up share is kept"
+    assert engine.num_running == 7, (
+        "three of ten seats: ten seconds bring ten requests, and at most the warm-up share is kept"
+    )
     urgent = [make_request(tokens(90 + i, 4), 20, request_class="interactive", arrival=now) for i in range(4)]
     for request in urgent:
         engine.add(request)

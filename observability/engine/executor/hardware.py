@@ -80,6 +80,7 @@ def _gpu(
             dict.fromkeys(fields, datasheet)
             | dict.fromkeys(("compute_fraction", "memory_fraction"), _ASSUMED_FRACTIONS)
             | dict.fromkeys(("schedule_seconds", "sample_seconds", "emit_seconds"), _ASSUMED_OVERHEAD)
+            | {"overlapped": "the roofline model (Williams et al. 2009): a GPU's copies and products run side by side"}
         ),
     )
 
