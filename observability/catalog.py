@@ -142,7 +142,7 @@ REQUESTS_RECEIVED = _counter(
 )
 REQUESTS = _counter(
     "kvscope_requests", "requests", ("model", "class", "outcome"),
-    "Requests ended, by outcome: stop or length (served), abort (client left), error, rejected (never queued). "
+    "Requests ended, by outcome: stop or length (served), abort (client left), error, rejected (never queued), deadline (its time was up). "
     "received = ended + waiting + running.",
 )  # fmt: skip
 REQUEST_DURATION = _histogram(

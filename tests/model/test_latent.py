@@ -320,7 +320,7 @@ def test_settings_that_do_not_fit_latent_states_are_refused() -> None:
     assert FULL.supports_prefix_caching
     with pytest.raises(ConfigError, match="prefix_caching is on, but 2 of the model's 4 layers") as caught:
         TorchExecutor(loaded, EngineConfig(), None)
-    assert caught.value.next_step == "Set prefix_caching to off (--no-prefix-caching)."
+    assert "kvscope serve --engine prefix_caching=off" in str(caught.value.next_step)
     for change, reason in (
         ({"num_host_blocks": 64}, "num_host_blocks is 64, but 2 of the model's 4 layers"),
         ({"kv_dtype": "int8"}, "kv_dtype = int8"),

@@ -367,6 +367,7 @@ def test_a_real_model_takes_the_same_arms_in_real_time(capsys: pytest.CaptureFix
     assert result.clock == "real"
     assert result.no_limit is None
     assert {arm.replay.clock for arm in result.arms} == {"real"}
+    assert result.notes[0].startswith("Measured here, load average ")
     assert [arm.replay.outcomes["length"] for arm in result.arms] == [result.load.requests] * 4
     sizes = result.sizes
     assert sizes.num_blocks == 3 * 512 // 16

@@ -184,7 +184,8 @@ def _check(model: LatentConfig, config: EngineConfig) -> None:
     )
     if config.prefix_caching:
         raise ConfigError(
-            f"prefix_caching is on, but {beside}", next_step="Set prefix_caching to off (--no-prefix-caching)."
+            f"prefix_caching is on, but {beside}",
+            next_step="Set prefix_caching to off (kvscope serve --engine prefix_caching=off, kvscope replay --no-prefix-caching).",
         )
     if config.num_host_blocks:
         raise ConfigError(
