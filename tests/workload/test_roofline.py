@@ -213,3 +213,59 @@ def test_where_nothing_overlaps_a_step_takes_the_time_of_arithmetic_and_memory_t
     of_flops = flops / (flops + 2e9 * 10 + 8192 * 50_000)
     want = (of_flops * both.compute_seconds + of_memory * both.memory_seconds) / both.seconds
     assert both.prefill_share == pytest.approx(want)
+
+
+# -- moves ---------------------------------------------------------------------------------------------------------------
+
+
+def moving_executor(gpu: str = "H100") -> RooflineExecutor:
+    config = EngineConfig(num_blocks=2000, max_model_len=4096, num_host_blocks=4000)
+    return RooflineExecutor(MODELS["llama-3-8b"], GPUS[gpu], config)
+
+
+def test_blocks_leave_through_a_copy_on_the_device_and_the_link_carries_them_beside_the_steps() -> None:
+    executor = moving_executor()
+    block, link, memory = executor.kv_bytes_per_block, 64e9 * 0.8, 3.35e12 * 0.8
+    executor.offload_blocks([(i, i) for i in range(100)])
+    assert executor.clock.now() == pytest.approx(2 * 100 * block / memory)
+    executor.offload_blocks([(i, i) for i in range(100, 1100)])  # more than may be on their way at once
+    assert executor.clock.now() == pytest.approx(2 * 100 * block / memory + (1100 - 256) * block / link)
+
+
+def test_a_block_comes_back_when_it_has_left_and_the_loads_before_it_have_arrived() -> None:
+    executor = moving_executor()
+    one = executor.transfer_seconds(1)
+    executor.offload_blocks([(i, i) for i in range(200)])
+    left = executor.copy_seconds(200) + 200 * one
+    first = executor.load_blocks([(0, 500), (1, 501)])
+    second = executor.load_blocks([(2, 502)])
+    assert (first.ready_at, second.ready_at) == pytest.approx((left + 2 * one, left + 3 * one))
+    assert not first.done()
+    first.wait()
+    assert first.done()
+    assert not second.done()
+    assert executor.clock.now() == pytest.approx(left + 2 * one)
+
+
+def test_where_host_and_device_share_a_memory_a_move_is_the_engines_own_work() -> None:
+    config = EngineConfig(num_blocks=2000, max_model_len=4096, num_host_blocks=4000)
+    executor = RooflineExecutor(MODELS["smollm2-135m"], GPUS["cpu-laptop"], config)
+    executor.offload_blocks([(i, i) for i in range(100)])
+    assert executor.clock.now() == pytest.approx(executor.transfer_seconds(100))
+
+
+def test_compressed_blocks_cost_their_own_bytes_on_the_link_and_save_reading() -> None:
+    config = EngineConfig(
+        num_blocks=2000, max_model_len=32_768, num_host_blocks=4000, num_compressed_blocks=2048, max_num_batched_tokens=8192
+    )
+    executor = RooflineExecutor(MODELS["llama-3-8b"], GPUS["H100"], config)
+    exact, packed = executor.kv_bytes_per_block, executor.kv_bytes_per_compressed_block
+    assert exact == 16 * 131_072
+    assert packed == 16 * 32 * (2 * 8 * 128 + 2 * 8 * 4)
+    executor.offload_blocks([(0, 0), (2000, 1)])
+    executor.clock.wait_until(1.0)
+    transfer = executor.load_blocks([(0, 10), (1, 2001)])
+    assert transfer.ready_at == pytest.approx(1.0 + (exact + packed) / (64e9 * 0.8))
+    plain, less = (executor.roofline.step_cost([], [16_000], tokens) for tokens in (0, 8000))
+    saved = 8000 * (exact - packed) / 16 / (3.35e12 * 0.8)
+    assert plain.memory_seconds - less.memory_seconds == pytest.approx(saved)

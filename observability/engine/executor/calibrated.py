@@ -223,6 +223,7 @@ class CalibratedTimes:
         self.kv_fixed_bytes_per_sequence = calibration.kv_fixed_bytes_per_sequence
         self._knots = [rows for rows, _ in calibration.row_seconds]
         self._row_seconds = np.array([seconds for _, seconds in calibration.row_seconds])
+        self.transfers_beside_steps = False
 
     def check(self, config: EngineConfig) -> None:
         """Raises ConfigError when the KV blocks do not fit the memory (unbounded KV is not checked), or for compressed blocks."""

@@ -76,6 +76,7 @@ class Roofline:
             self.kv_bytes_per_compressed_block = round(config.block_size * packed)
             self._saved_per_token = bytes_per_token - packed
         self.kv_fixed_bytes_per_sequence = round(model.kv_fixed_bytes(self.kv_format))
+        self.transfers_beside_steps = gpu.pcie_bandwidth is not None
         self._pcie_bytes_per_second = (gpu.pcie_bandwidth or gpu.memory_bandwidth) * _PCIE_FRACTION
         self._dtype = compute_dtype(model, gpu)
         self._flops_per_second = gpu.peak_flops[self._dtype] * gpu.compute_fraction * tensor_parallel

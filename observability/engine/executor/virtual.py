@@ -24,6 +24,7 @@ _DECODE = catalog.COMPONENTS.index("forward_decode")
 _SAMPLE = catalog.COMPONENTS.index("sample")
 _EMIT = catalog.COMPONENTS.index("emit")
 
+_STAGED_BLOCKS = 256  # exact blocks on their way to the host at most, beside the pool
 _MAX_REPEATS = 4096  # bounds the [repeats, sequences] array of models whose attention is capped
 
 
@@ -84,6 +85,7 @@ class StepTimes(Protocol):
     kv_bytes_per_block: int
     kv_bytes_per_compressed_block: int
     kv_fixed_bytes_per_sequence: int
+    transfers_beside_steps: bool  # False where host and device share a memory, and a move is the engine's own work
 
     def check(self, config: EngineConfig) -> None:
         """Raises ConfigError when the KV blocks of `config` do not fit."""
@@ -124,7 +126,8 @@ class VirtualExecutor:
         self._exact_blocks = config.num_blocks or 0
         self._step_tokens = config.max_num_batched_tokens
         self._compressed_slots: set[int] = set()  # host slots that hold a compressed block
-        self._loaded_at = self.clock.now()  # when the link to the device is free again
+        self._loaded_at = self._offloaded_at = self.clock.now()  # when the link is free again, each way
+        self._slot_ready: dict[int, float] = {}  # when a host slot's content has arrived there
 
     def execute(self, plan: StepPlan, until: float | None) -> StepResult:
         start = self.clock.now()
@@ -154,13 +157,24 @@ class VirtualExecutor:
         self._spend(self.times.copy_seconds(len(pairs)) * share)
 
     def offload_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As the torch executor does on a GPU: blocks leave through a copy on the device, and go from there over the link beside the
+        steps. The engine waits where more than _STAGED_BLOCKS would be on their way."""
         for block, slot in pairs:
             (self._compressed_slots.add if block >= self._exact_blocks else self._compressed_slots.discard)(slot)
-        self._spend(self.times.transfer_seconds(self._bytes(pairs, 1)))
+        transfer = self.times.transfer_seconds(self._bytes(pairs, 1))
+        if not self.times.transfers_beside_steps:
+            self._spend(transfer)
+            return
+        self._spend(self.times.copy_seconds(len(pairs)))
+        self._offloaded_at = max(self.clock.now(), self._offloaded_at) + transfer
+        staged = self.times.transfer_seconds(_STAGED_BLOCKS * self.kv_bytes_per_block)
+        self.clock.wait_until(self._offloaded_at - staged)
+        for _, slot in pairs:
+            self._slot_ready[slot] = self._offloaded_at
 
     def load_blocks(self, pairs: Sequence[tuple[int, int]]) -> Transfer:
-        """The link is full duplex and serves one load after the other, beside the steps."""
-        begin = max(self.clock.now(), self._loaded_at)
+        """The link is full duplex and serves one load after the other, beside the steps; what is still leaving comes back after that."""
+        begin = max(self.clock.now(), self._loaded_at, *(self._slot_ready.get(slot, 0.0) for slot, _ in pairs))
         self._loaded_at = begin + self.times.transfer_seconds(self._bytes(pairs, 0))
         return _VirtualTransfer(self.clock, self._loaded_at)
 
