@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -34,7 +35,8 @@ def calibrate(
     model: Annotated[str, typer.Option(help="Model to measure: smollm2-135m, tiny, or a path.")] = "smollm2-135m",
     kv_dtype: Annotated[Literal["auto", "int8"], typer.Option(help="How KV is stored.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch. Default: as many as it takes here.")
+        int | None,
+        typer.Option(min=1, max=os.cpu_count() or 1, help="Threads of torch. Default: as many as it takes here."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, max=256, help="Largest batch to measure.")] = 8,
     max_num_batched_tokens: Annotated[

@@ -201,6 +201,9 @@ class Engine:
         if self._deadlines:
             self._interrupt_late()
         if not self.scheduler.has_work:
+            if self.kv.in_flight:
+                self.kv.wait_for_flights()
+                self.telemetry.lap(_KV_MOVE)
             self._stay_idle()
             return False
         self.telemetry.begin_step()
@@ -338,8 +341,10 @@ class Engine:
                 continue
             try:
                 future.set_result(work())
-            except Exception as failure:
+            except BaseException as failure:
                 future.set_exception(failure)
+                if not isinstance(failure, Exception):
+                    raise
         for request, outcome, error in aborts:
             if request.outcome is None and request.trace is not None:
                 if outcome == "stop" and not request.num_generated:

@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -289,7 +290,7 @@ class Router:
 
     async def _try_replicas(self, request: Request, body: bytes, session: str) -> Response:
         """The first answer. A request that was on a replica when it died goes to one other at most: it may be what kills them."""
-        losses = 0
+        lost_on: set[str] = set()
         refusal: Response | None = None
         for replica in self._candidates(session):
             for again in (False, True):
@@ -299,9 +300,10 @@ class Router:
                     answer = await self._send(replica, request, body)
                 except ReplicaLost as loss:
                     self.counts[replica.url, "lost"] += 1
-                    losses += loss.reached
+                    if loss.reached:
+                        lost_on.add(replica.url)
                     _log.warning("replica %s lost a request: %s", replica.url, loss)
-                    if losses > 1:
+                    if len(lost_on) > 1:
                         raise ApiError(
                             502,
                             "Two replicas failed on this request.",
@@ -323,6 +325,15 @@ class Router:
                     break
         if refusal is not None:
             return refusal
+        if lost_on:
+            raise ApiError(
+                502,
+                "The only replica that is up failed on this request.",
+                type="server_error",
+                code="replica_failed",
+                next_step="See the replica's log.",
+                headers=_NO_RETRY,
+            )
         self.counts[UNAVAILABLE] += 1
         raise self._unavailable("The router is shutting down." if self._draining else "No replica is up.")
 
@@ -336,6 +347,8 @@ class Router:
                 async with replica.wait():
                     response = await self._client.send(upstream, stream=True)
                 stack.push_async_callback(response.aclose)
+                if response.status_code not in _STATUSES:
+                    raise ReplicaLost(f"The replica answers with status {response.status_code}.", reached=True)
                 headers = [*_end_to_end(response.headers.raw), (b"x-kvscope-replica", str(replica.index).encode())]
                 kind = response.headers.get("content-type", "")
                 if response.status_code != 200 or not kind.startswith("text/event-stream"):
@@ -376,6 +389,9 @@ class Router:
             next_step="See /health of the router.",
             headers={"Retry-After": str(max(1, round(self._settings.check_seconds)))},
         )
+
+
+_STATUSES = frozenset(map(int, HTTPStatus))
 
 
 class _Events:

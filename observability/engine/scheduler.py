@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from observability.catalog import CLASSES, COMPONENTS, PREEMPTION_REASONS, STATES
 from observability.engine.arrivals import ArrivalModel
@@ -33,7 +33,8 @@ CLASS_INDEX = {name: i for i, name in enumerate(CLASSES)}
 _INTERACTIVE = "interactive"
 _MAX_PASSED_OVER = 8  # steps in a row in which a request in prefill may compute nothing
 _AHEAD = 4  # requests admitted to prefill although those before them fill the step: a short one may run first
-_HORIZON_SECONDS = 10.0  # for which arrivals are foreseen
+_HORIZON_SECONDS = 10.0  # for which returns of prefixes are foreseen
+_RESERVE_SECONDS = 1.0  # whose arrivals room is kept for
 _WARM_SECONDS = 1.0  # between two looks at which prefixes will probably be asked for
 
 
@@ -144,7 +145,7 @@ class Scheduler:
         if self.kv.host is not None:
             self._prefetch(now)
         prefill = self._fill(budget)
-        if not prefill and not decode and not self.loading:
+        if not prefill and not decode and not self.loading and not self.kv.in_flight:
             raise IntegrityError("requests are waiting, none runs, and none can be admitted")
         repeats = self._repeats(decode) if self._virtual and decode and not prefill else 1
         return StepPlan(prefill, decode, repeats)
@@ -192,20 +193,29 @@ class Scheduler:
         self._telemetry.lap(_SCHEDULE)
         preempted = False
         while self.kv.pool.allocatable < len(needy):
-            victim = (self.prefilling or self.decoding).pop()
+            if self.kv.compress_harder(self.decoding):
+                continue
+            group = self.prefilling or self.decoding
+            if self.kv.in_flight and len(self.decoding) + len(self.prefilling) == 1:
+                self.kv.wait_for_flights()  # these blocks come back; what runs alone is not to make room for itself
+                continue
+            victim = group[-1]
+            self._preempt(victim, group)
             if needy and needy[-1] is victim:
                 needy.pop()
-            self._preempt(victim)
             preempted = True
         self.kv.grow(needy, 1)
         return preempted
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, group: list[Request]) -> None:
+        """Takes the last of `group` out of the running requests."""
         table = request.table
         assert table is not None
         assert request.trace is not None
-        table.recompute_tokens = max(table.recompute_tokens, request.num_computed)
+        computed = request.num_computed
         swapped = self.kv.swap_out(request)
+        group.pop()
+        table.recompute_tokens = max(table.recompute_tokens, computed)
         self._leave_running(request)
         request.num_preemptions += 1
         self._preempted[request] = None
@@ -285,6 +295,9 @@ class Scheduler:
 
     def wait_for_load(self) -> None:
         """Returns once some load has ended; to be called when the plan is empty."""
+        if not self.loading:
+            self.kv.wait_for_flights()
+            return
         for transfer in self.loading[0].table.loading:  # type: ignore[union-attr]
             transfer.wait()
 
@@ -293,8 +306,10 @@ class Scheduler:
         share of all."""
         if self._arrivals is None or head.request_class == _INTERACTIVE or not self.kv.pool.bounded:
             return 0, 0
-        tokens = self._arrivals.expected_tokens(now, _INTERACTIVE, _HORIZON_SECONDS)
-        requests = self._arrivals.expected_requests(now, _INTERACTIVE, _HORIZON_SECONDS)
+        if now - head.arrival >= self.config.max_wait_seconds:  # overdue: those it would make room for wait behind it
+            return 0, 0
+        tokens = self._arrivals.expected_tokens(now, _INTERACTIVE, _RESERVE_SECONDS)
+        requests = self._arrivals.expected_requests(now, _INTERACTIVE, _RESERVE_SECONDS)
         share = self.config.prefetch_warmup_ratio
         blocks = min(math.ceil(tokens / self.config.block_size), int(share * self.kv.pool.size))
         return blocks, min(math.ceil(requests), int(share * self._seats))
@@ -303,17 +318,18 @@ class Scheduler:
         """Brings back from the host what the next in line will hit, and what will probably be asked for."""
         self.kv.settle()
         size, spare = self.config.block_size, len(self.decoding)
-        ahead = self.config.prefetch_lookahead
-        for request in self._queues if ahead else ():
+        host = self.kv.host
+        assert host is not None
+        # The head is next. Those behind it may wait until what was brought for them is evicted again.
+        sure = host.confidence >= self.config.prefetch_min_confidence
+        ahead = self.config.prefetch_lookahead if sure else min(self.config.prefetch_lookahead, 1)
+        for request in islice(self._queues, ahead):
             table = request.table
             assert table is not None
             hittable = (request.num_tokens - 1) // size
-            if table.keys is not None and hittable and self.kv.host_releases != table.looked_ahead:
-                table.looked_ahead = self.kv.host_releases
+            if table.keys is not None and hittable and not table.looked_ahead:
+                table.looked_ahead = True
                 self.kv.prefetch(table.keys.get(0, hittable), spare)
-            ahead -= 1
-            if not ahead:
-                break
         if self._arrivals is not None and self.config.prefetch_lookahead and now - self._warmed_at >= _WARM_SECONDS:
             self._warmed_at = now
             for candidate in self._arrivals.candidates(
@@ -326,7 +342,8 @@ class Scheduler:
 
         Waiting requests do not cut it short: decodes only take blocks, and seats and blocks come back when one finishes.
         Blocks needed on the way are taken when the run has ended (Engine.commit), as far as it really went. Paged sequences get what single
-        steps would give; contiguous ones among them may find another block adjacent than they would have found in between.
+        steps would give; contiguous ones among them may find another block adjacent than they would have found in between, and what acts
+        between two steps (compression, compaction, prefetch) acts between two runs.
         """
         steps = min(r.limit - r.num_generated for r in decode)
         if self.kv.blocks_short(decode, steps) <= self.kv.pool.allocatable:

@@ -195,6 +195,19 @@ class _Known:
     keys: Keys  # of its blocks
 
 
+def _check_content(snapshot: Snapshot) -> None:
+    """Raises SnapshotError unless there are numbers, all finite: one that is not would spread to every request that shares the prefix."""
+    if not snapshot.tensors:
+        raise SnapshotError("The snapshot holds no KV.", part="content")
+    for name, tensor in snapshot.tensors.items():
+        if tensor.dtype == np.uint16:  # bfloat16 by its bits
+            finite = bool(((tensor & 0x7F80) != 0x7F80).all())
+        else:
+            finite = tensor.dtype.kind != "f" or bool(np.isfinite(tensor).all())
+        if not finite:
+            raise SnapshotError(f"Tensor {name} of the snapshot holds numbers that are not finite.", part="content")
+
+
 class SessionStore:
     """Snapshots of the sessions that `engine` serves. Starts its threads at once; close() ends them.
 
@@ -378,6 +391,7 @@ class SessionStore:
         format.check(
             snapshot, model=self._model, fingerprint=self._fingerprint, kv_scheme=self._kv_scheme, block_size=size
         )
+        _check_content(snapshot)
         tokens = snapshot.tokens.tolist()
         keys = TokenKeys(tokens, [], size).get(0, len(tokens) // size)
         self._remember(name, _Known(stamp, keys))

@@ -5,6 +5,7 @@ Engine.add() -> queue -> Scheduler.schedule() -> StepPlan -> Executor.execute() 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 KVDtype = Literal["auto", "int8"]
 Scheme = Literal["int8", "int4"]
+_LEAST_SHRINK = 0.01
 Reservation = Literal["grow", "max_model_len"]
 
 
@@ -47,24 +49,24 @@ class ControllerConfig:
             ("p99_low_seconds", "p99_high_seconds"),
             ("error_rate_low", "error_rate_high"),
         ):
-            if not 0.0 < getattr(self, low) < getattr(self, high):
+            if not 0.0 < getattr(self, low) < getattr(self, high) < math.inf:
                 raise ConfigError(
                     f"{low} = {getattr(self, low):g} and {high} = {getattr(self, high):g} are out of order.",
                     next_step=f"Set 0 < {low} < {high}.",
                 )
-        if not (self.interval_seconds > 0 and self.window_seconds >= self.interval_seconds):
+        if not 0 < self.interval_seconds <= self.window_seconds < math.inf:
             raise ConfigError(
                 f"interval_seconds = {self.interval_seconds:g} does not fit window_seconds = {self.window_seconds:g}.",
                 next_step="Set 0 < interval_seconds <= window_seconds.",
             )
         if (
-            not 0.0 < self.shrink_factor < 1.0
+            not _LEAST_SHRINK <= self.shrink_factor < 1.0
             or self.patience < 1
             or self.min_requests < 1
             or self.min_batched_tokens < 1
         ):
             raise ConfigError(
-                "shrink_factor must lie in (0, 1); patience, min_requests and min_batched_tokens must be at least 1.",
+                "shrink_factor must lie in [0.01, 1); patience, min_requests and min_batched_tokens must be at least 1.",
                 next_step="Use the defaults 0.5, 3, 20 and 256.",
             )
 
@@ -143,13 +145,17 @@ class EngineConfig:
             "prefetch_lookahead",
             "compaction_seconds",
             "spread_limit",
+            "compressed_from",
+            "recent_window",
         ):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}.", next_step=f"Give {name} a finite number.")
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is negative.", next_step=f"Set {name} to 0 to switch it off.")
         for name in ("prefetch_warmup_ratio", "prefetch_min_confidence"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, outside 0..1.", next_step="Give a share.")
-        if not self.max_wait_seconds > 0:
+        if not 0 < self.max_wait_seconds < math.inf:
             raise ConfigError("max_wait_seconds must be above 0.", next_step="Give seconds, such as 30.")
         if 0 < self.spread_limit < 1:
             raise ConfigError("spread_limit is a ratio of quartiles, at least 1.", next_step="Use 4, or 0 for off.")

@@ -170,6 +170,10 @@ class Telemetry(Cells):
             self._tier_used[_HOST] = True
             self._hits[at + _HOST] += host_hit
 
+    def expect_host_tier(self) -> None:
+        """There is a host tier: its hits are counted from 0 on."""
+        self._tier_used[_HOST] = True
+
     @_guarded
     def preempted(self, trace: RequestTrace, reason: int = 0) -> None:
         """A running request goes back to the queue (index in PREEMPTION_REASONS). Enters the state `preempted` or `swapped`."""

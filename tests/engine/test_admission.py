@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -163,9 +164,9 @@ def test_room_is_kept_for_interactive_requests_that_arrive_regularly():
             num_blocks=40, max_num_batched_tokens=256, contiguous_below=0, prefix_caching=False,
             predictive_admission=predictive, prefetch_warmup_ratio=0.3,
         )  # fmt: skip
-        for i in range(20):  # one interactive request of 20 tokens a second
-            engine.executor.clock.wait_until(float(i))
-            engine.add(make_request(tokens(i, 20), 1, request_class="interactive", arrival=float(i)))
+        for i in range(20):  # ten interactive requests of 20 tokens a second
+            engine.executor.clock.wait_until(i / 10)
+            engine.add(make_request(tokens(i, 20), 1, request_class="interactive", arrival=i / 10))
             engine.run_until_idle()
         now = engine.executor.clock.now()
         for i in range(5):
@@ -189,15 +190,15 @@ def test_seats_are_kept_for_interactive_requests_that_arrive_regularly():
         prefetch_warmup_ratio=0.3,
     )  # fmt: skip
     for i in range(20):
-        engine.executor.clock.wait_until(float(i))
-        engine.add(make_request(tokens(i, 4), 1, request_class="interactive", arrival=float(i)))
+        engine.executor.clock.wait_until(i / 10)
+        engine.add(make_request(tokens(i, 4), 1, request_class="interactive", arrival=i / 10))
         engine.run_until_idle()
     now = engine.executor.clock.now()
     for i in range(20):
         engine.add(make_request(tokens(50 + i, 4), 20, request_class="standard", arrival=now))
     engine.step()
     assert engine.num_running == 7, (
-        "three of ten seats: ten seconds bring ten requests, and at most the warm-up share is kept"
+        "three of ten seats: a second brings ten requests, and at most the warm-up share is kept"
     )
     urgent = [make_request(tokens(90 + i, 4), 20, request_class="interactive", arrival=now) for i in range(4)]
     for request in urgent:
@@ -211,13 +212,34 @@ def test_seats_are_kept_for_interactive_requests_that_arrive_regularly():
 def test_a_request_that_would_leave_too_little_room_still_runs_when_nothing_else_does():
     engine = make_engine(num_blocks=32, contiguous_below=0, predictive_admission=True, prefetch_warmup_ratio=1.0)
     for i in range(20):
-        engine.executor.clock.wait_until(float(i))
-        engine.add(make_request(tokens(i, 100), 1, request_class="interactive", arrival=float(i)))
+        engine.executor.clock.wait_until(i / 10)
+        engine.add(make_request(tokens(i, 100), 1, request_class="interactive", arrival=i / 10))
         engine.run_until_idle()
-    request = make_request(tokens(77, 100), 2, arrival=20.0)
+    request = make_request(tokens(77, 100), 2, arrival=2.0)
     engine.add(request)
     engine.run_until_idle()
     assert request.outcome == "length"
+
+
+def test_an_overdue_request_is_not_held_back_for_those_that_wait_behind_it():
+    engine = make_engine(
+        num_blocks=400, max_num_seqs=2, max_num_batched_tokens=400, contiguous_below=0, predictive_admission=True,
+        prefetch_warmup_ratio=0.5, max_wait_seconds=0.2,
+    )  # fmt: skip
+    for i in range(20):
+        engine.executor.clock.wait_until(i / 10)
+        engine.add(make_request(tokens(i, 4), 1, request_class="interactive", arrival=i / 10))
+        engine.run_until_idle()
+    now = engine.executor.clock.now()
+    running = make_request(tokens(50, 4), 100, request_class="standard", arrival=now)
+    waiting = make_request(tokens(51, 4), 100, request_class="standard", arrival=now)
+    engine.add(running)
+    engine.add(waiting)
+    engine.step()
+    assert engine.num_running == 1, "the other seat is kept"
+    while engine.executor.clock.now() < now + 0.25:
+        engine.step()
+    assert engine.num_running == 2
 
 
 # -- change of class or tenant -----------------------------------------------------------------------------------------------
@@ -302,6 +324,11 @@ def test_the_engine_serves_under_the_controllers_limits_and_says_so_on_each_requ
         ({"spread_limit": 0.5}, ("spread_limit",)),
         ({"compaction_seconds": -1.0}, ("compaction_seconds",)),
         ({"max_wait_seconds": 0.0}, ("max_wait_seconds",)),
+        ({"spread_limit": math.nan}, ("spread_limit",)),
+        ({"compaction_seconds": math.nan}, ("compaction_seconds",)),
+        ({"compaction_seconds": math.inf}, ("compaction_seconds",)),
+        ({"max_wait_seconds": math.nan}, ("max_wait_seconds",)),
+        ({"recent_window": -5}, ("recent_window",)),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_the_pair_named(settings, named):
@@ -318,6 +345,9 @@ def test_settings_that_contradict_each_other_are_refused_with_the_pair_named(set
         {"error_rate_low": 0.0},
         {"window_seconds": 0.5},
         {"shrink_factor": 1.0},
+        {"shrink_factor": 1e-320},
+        {"interval_seconds": math.nan},
+        {"p99_high_seconds": math.nan},
         {"patience": 0},
     ],
 )

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,41 @@ def test_bodies_are_bounded_and_other_paths_are_not_passed_on() -> None:
             with socket.create_connection((host, int(port))) as raw:  # clients tidy such a path up by themselves
                 raw.sendall(b"GET /v1/../metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
                 assert raw.makefile("rb").readline().split()[1] == b"404"
+
+
+@pytest.mark.parametrize("answer", [b"no HTTP at all\r\n\r\n", b"HTTP/1.1 999 Strange\r\ncontent-length: 2\r\n\r\n{}"])
+def test_a_replica_that_is_healthy_by_its_own_account_and_answers_garbage_costs_no_request(answer: bytes) -> None:
+    class Sick(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.wfile.write(answer)
+            self.close_connection = True
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    sick = ThreadingHTTPServer(("127.0.0.1", 0), Sick)
+    thread = threading.Thread(target=sick.serve_forever, daemon=True)
+    thread.start()
+    urls = [f"http://127.0.0.1:{sick.server_address[1]}"]
+    try:
+        with serving(load_model("tiny")) as good, routing([*urls, good.url]) as router:
+            texts = {text_of(ask(router.url, session, max_tokens=3)) for session in IDS[:6]}
+            assert len(texts) == 1
+        with routing(urls) as router:
+            alone = HTTP.post(router.url + "/v1/completions", json={"model": "tiny", "prompt": "x"})
+            assert alone.status_code == 502
+            assert "only replica" in alone.json()["error"]["message"]
+    finally:
+        sick.shutdown()
+        sick.server_close()
+        thread.join()
 
 
 def test_a_replica_that_cuts_an_event_in_half_costs_the_half_only() -> None:

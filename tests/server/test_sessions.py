@@ -130,6 +130,14 @@ def of_another_shape(data: bytes) -> bytes:
     return format.dump(replace(snapshot, tensors={name: rows[:, :1] for name, rows in snapshot.tensors.items()}))
 
 
+def not_finite(data: bytes) -> bytes:
+    """A step that reads it fails, and so does every other request with that prefix."""
+    snapshot = loaded(data)
+    tensors = {name: rows.copy() for name, rows in snapshot.tensors.items()}
+    next(iter(tensors.values())).reshape(-1)[7] = np.nan
+    return format.dump(replace(snapshot, tensors=tensors))
+
+
 def of_other_words(data: bytes) -> bytes:
     snapshot = loaded(data)
     return format.dump(replace(snapshot, tokens=np.roll(snapshot.tokens, 1)))
@@ -147,6 +155,8 @@ def of_other_words(data: bytes) -> bytes:
         (changed(fingerprint="0" * 32), "fingerprint"),
         (changed(kv_scheme="int8"), "kv_scheme"),
         (of_another_shape, "content"),
+        (not_finite, "content"),
+        (changed(tensors={}), "content"),
         (of_other_words, "diverged"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -256,7 +256,11 @@ def test_where_host_and_device_share_a_memory_a_move_is_the_engines_own_work() -
 
 def test_compressed_blocks_cost_their_own_bytes_on_the_link_and_save_reading() -> None:
     config = EngineConfig(
-        num_blocks=2000, max_model_len=32_768, num_host_blocks=4000, num_compressed_blocks=2048, max_num_batched_tokens=8192
+        num_blocks=2000,
+        max_model_len=32_768,
+        num_host_blocks=4000,
+        num_compressed_blocks=2048,
+        max_num_batched_tokens=8192,
     )
     executor = RooflineExecutor(MODELS["llama-3-8b"], GPUS["H100"], config)
     exact, packed = executor.kv_bytes_per_block, executor.kv_bytes_per_compressed_block

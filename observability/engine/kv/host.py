@@ -15,6 +15,8 @@ from observability.telemetry import mechanisms as m
 from observability.telemetry.recorder import Telemetry
 
 _KV_MOVE = COMPONENTS.index("kv_move")
+_PRIOR_BLOCKS = 64  # taken as used before anything is known
+_REMEMBERED_BLOCKS = 16_384  # past which what is known of prefetched blocks counts half
 #: Quantized content of the same tokens is other content: it has keys of its own.
 _COMPRESSED = np.uint64(0xA24BAED4963EE407)
 
@@ -46,6 +48,7 @@ class HostTier:
         self.flight_of = np.full(device_blocks, -1, dtype=np.int64)  # number of the load that a block waits for
         self._flights: dict[int, Flight] = {}
         self._next_flight = 0
+        self._used = self._decided = 0.0  # prefetched blocks, with the old ones fading
         self._executor = executor
         self._telemetry = telemetry
 
@@ -82,7 +85,11 @@ class HostTier:
     def _offload(self, blocks: Blocks, reason: int) -> Blocks:
         slots = self.pool.take(len(blocks))
         began = self._executor.clock.now()
-        self._executor.offload_blocks(list(zip(blocks.tolist(), slots.tolist(), strict=True)))
+        try:
+            self._executor.offload_blocks(list(zip(blocks.tolist(), slots.tolist(), strict=True)))
+        except Exception:
+            self.pool.release(slots)
+            raise
         self._telemetry.mechanisms.moved(reason, len(blocks), self._executor.clock.now() - began)
         self._telemetry.lap(_KV_MOVE)
         return slots
@@ -119,6 +126,11 @@ class HostTier:
                     landed.append(flight.blocks)
         return landed
 
+    def wait(self) -> None:
+        """Returns once every load has ended."""
+        for flight in self._flights.values():
+            flight.transfer.wait()
+
     def next_arrival(self) -> float | None:
         """In virtual time, when the next load ends."""
         times = [f.transfer.ready_at for f in self._flights.values() if f.transfer.ready_at is not None]
@@ -132,6 +144,7 @@ class HostTier:
         prefetched, late = int(np.count_nonzero(first_use)), int(np.count_nonzero(first_use & (flights >= 0)))
         if prefetched:
             self.prefetched[blocks] = False
+            self._resolved(prefetched, prefetched)
             self._telemetry.mechanisms.prefetch(m.LATE, late)
             self._telemetry.mechanisms.prefetch(m.USEFUL, prefetched - late)
         return waiting, prefetched
@@ -141,4 +154,16 @@ class HostTier:
         wasted = int(np.count_nonzero(self.prefetched[blocks]))
         if wasted:
             self.prefetched[blocks] = False
+            self._resolved(0, wasted)
             self._telemetry.mechanisms.prefetch(m.WASTED, wasted)
+
+    @property
+    def confidence(self) -> float:
+        """Share of the blocks prefetched of late that were used; 1 while little is known."""
+        return (self._used + _PRIOR_BLOCKS) / (self._decided + _PRIOR_BLOCKS)
+
+    def _resolved(self, used: int, blocks: int) -> None:
+        self._used += used
+        self._decided += blocks
+        if self._decided > _REMEMBERED_BLOCKS:
+            self._used, self._decided = self._used / 2.0, self._decided / 2.0

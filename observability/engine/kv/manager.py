@@ -6,6 +6,7 @@ long sequences. Time goes to kv_alloc, kv_evict and kv_move.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,12 +18,13 @@ from observability.engine.kv.measure import check, measure
 from observability.engine.kv.pool import EVICTABLE, AddressMap, BlockPool
 from observability.engine.kv.prefix import BlockKeys, Blocks, Keys, SpanKeys, TokenKeys
 from observability.engine.kv.table import COMPRESSED, CONTIGUOUS, PAGED, BlockTable
-from observability.engine.types import EngineConfig, Executor, Payload, PromptSpan, Request
+from observability.engine.types import EngineConfig, Executor, Payload, PromptSpan, Request, Transfer
 from observability.telemetry import mechanisms as m
 from observability.telemetry.cells import KVState
 from observability.telemetry.recorder import Telemetry
 
 _KV_ALLOC, _KV_EVICT, _KV_MOVE = (COMPONENTS.index(name) for name in ("kv_alloc", "kv_evict", "kv_move"))
+_log = logging.getLogger(__name__)
 _NONE: Blocks = np.empty(0, dtype=np.int64)
 _COMPRESS_AT_ONCE = 256  # blocks, between two steps
 _CONTEXTS = 256  # classes and tenants whose hit ratio is remembered
@@ -44,6 +46,8 @@ class KVManager:
         self.contiguous: dict[BlockTable, None] = {}  # tables of running requests in the contiguous layout
         self._serial = 0
         self.map: tuple[int, AddressMap] | None = None  # of the pool's version
+        self._keep_failed = False
+        self._orphans: list[tuple[list[Transfer], Blocks]] = []  # blocks whose request left while data was coming in
         self._wanted_run = 0  # blocks: the longest run that was looked for in vain since the last compaction
         self._contexts: dict[tuple[str, str], float] = {}  # hit ratio by class and tenant, newest last
         self._context: tuple[str, str] | None = None  # of the request admitted last
@@ -55,6 +59,7 @@ class KVManager:
             everything = self.first_compressed + config.num_compressed_blocks
             self.host = HostTier(config.num_host_blocks, everything, executor, telemetry)
             self.pool.on_replace = self.host.replaced
+            telemetry.expect_host_tier()
             moves += [m.OFFLOAD, m.LOAD] + ([m.SWAP_OUT, m.SWAP_IN] if config.swapping else [])
         if self.compressed is not None:
             moves.append(m.COMPRESS)
@@ -77,11 +82,6 @@ class KVManager:
         """Moves whenever blocks became allocatable."""
         return self.pool.releases + (self.compressed.releases if self.compressed is not None else 0)
 
-    @property
-    def host_releases(self) -> int:
-        """Moves whenever blocks became allocatable on the device or content came to the host."""
-        return self.releases + (self.host.pool.version if self.host is not None else 0)
-
     def open_table(self, request: Request) -> None:
         """Gives a new request its (empty) block table."""
         keys: BlockKeys | None = None
@@ -98,14 +98,22 @@ class KVManager:
     def _evicted(self, blocks: Blocks, keys: Keys) -> None:
         self._telemetry.evicted(len(blocks))
         self._telemetry.lap(_KV_EVICT)
-        if self.host is not None:
-            self.host.keep(blocks, keys)
+        self._keep(blocks, keys)
 
     def _evicted_compressed(self, blocks: Blocks, keys: Keys) -> None:
         self._telemetry.evicted(len(blocks))
         self._telemetry.lap(_KV_EVICT)
-        if self.host is not None:
-            self.host.keep(blocks + self.first_compressed, host_keys(keys, True))
+        self._keep(blocks + self.first_compressed, host_keys(keys, True))
+
+    def _keep(self, blocks: Blocks, keys: Keys) -> None:
+        if self.host is None:
+            return
+        try:
+            self.host.keep(blocks, keys)
+        except Exception:  # cached content is lost, and nothing else
+            if not self._keep_failed:
+                self._keep_failed = True
+                _log.exception("evicted blocks could not be kept in host memory; further failures are not told")
 
     # -- taking ----------------------------------------------------------------------------------------------------
 
@@ -143,13 +151,14 @@ class KVManager:
         if self.host is not None and slots.size:
             self.host.pool.share(slots)  # not to be evicted while blocks are taken
         if old:
-            table.layout, table.compress_next = COMPRESSED, len(hits)
+            table.layout = COMPRESSED
             self._extend_by_kind(table, len(hits), -(-known // size), kinds, old)
         else:
             self._place(request, -(-known // size) - len(hits))
+        table.num_registered = len(hits)
         if slots.size:
             self._load(table, len(hits), slots, m.LOAD)
-        table.num_registered = len(hits) + len(slots)
+            table.num_registered += len(slots)
         request.num_computed = cached = table.num_registered * size
         if request.trace is not None and request.num_generated == 0 and request.num_preemptions == 0:
             request.num_cached = cached
@@ -381,14 +390,10 @@ class KVManager:
         """Takes all blocks back; what was computed stays cached for as long as nobody needs the room."""
         table = request.table
         if table is not None and table.blocks:
-            for transfer in table.loading:  # its blocks must not be used by others while data comes in
-                transfer.wait()
-            self.register((request,))
-            self._offer_again(table)
-            if table.layout == CONTIGUOUS:
-                self._leave_contiguous(table)
-            self._give_up(np.array(table.blocks, dtype=np.int64))
-            table.clear()
+            if not table.loading:
+                self.register((request,))
+                self._offer_again(table)
+            self._abandon(table)
             self.settle()
         request.num_computed = 0
 
@@ -419,9 +424,16 @@ class KVManager:
 
     def settle(self) -> None:
         """Books the loads that have ended; prefetched blocks are cached content from here on."""
-        if self.host is not None:
-            for blocks in self.host.settle():
-                self._give_up(blocks)
+        if self.host is None:
+            return
+        for blocks in self.host.settle():
+            self._give_up(blocks)
+        if self._orphans:
+            landed = [all(transfer.done() for transfer in transfers) for transfers, _ in self._orphans]
+            for done, (_, blocks) in zip(landed, self._orphans, strict=True):
+                if done:
+                    self._give_up(blocks)
+            self._orphans = [orphan for done, orphan in zip(landed, self._orphans, strict=True) if not done]
 
     def _hit_host(self, table: BlockTable, hits: Blocks) -> int:
         """Blocks among `hits` that were prefetched; the table waits for those on their way."""
@@ -435,9 +447,42 @@ class KVManager:
         """Starts to bring `slots`, which are pinned, to blocks [first, ...) of the table. Others may share and await them."""
         assert self.host is not None
         blocks = np.array(table.blocks[first : first + len(slots)], dtype=np.int64)
+        try:
+            transfer = self.host.load(slots, blocks, reason)
+        except Exception:  # the request stays where it was, without blocks
+            self.host.pool.release(slots)
+            self._abandon(table)
+            raise
         if table.keys is not None:
             self._register(blocks, table.keys.get(first, first + len(slots)), distinct=True)
-        table.loading.append(self.host.load(slots, blocks, reason))
+        table.loading.append(transfer)
+
+    def _abandon(self, table: BlockTable) -> None:
+        """Takes a table's blocks back; what has not arrived is not touched before."""
+        if table.layout == CONTIGUOUS:
+            self._leave_contiguous(table)
+        blocks = np.array(table.blocks, dtype=np.int64)
+        if all(transfer.done() for transfer in table.loading):
+            self._give_up(blocks)
+        else:
+            self._orphans.append((list(table.loading), blocks))
+        table.clear()
+
+    @property
+    def orphans(self) -> list[Blocks]:
+        """Blocks that no request holds any more and that data is still coming in to."""
+        return [blocks for _, blocks in self._orphans]
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether device blocks are held for loads that no running request waits for."""
+        return bool(self._orphans) or (self.host is not None and any(flight.held for flight in self.host.flights))
+
+    def wait_for_flights(self) -> None:
+        """Returns once every load has ended, with its blocks booked."""
+        if self.host is not None:
+            self.host.wait()
+            self.settle()
 
     def next_arrival(self) -> float | None:
         """In virtual time, when the next load ends."""
@@ -450,7 +495,9 @@ class KVManager:
         hits = self.pool.index.match(keys)
         if len(hits) == len(keys):
             return
-        slots = self.host.find(host_keys(keys[len(hits) :], False))
+        behind = keys[len(hits) :]
+        again = np.flatnonzero(self.pool.index.get(behind) >= 0)  # cached behind a gap: not to be brought a second time
+        slots = self.host.find(host_keys(behind[: again[0]] if again.size else behind, False))
         most = int(self.config.prefetch_warmup_ratio * self.pool.size) - int(np.count_nonzero(self.host.prefetched))
         room = self.pool.allocatable - self._revived(self.pool, hits) - spare
         slots = slots[: max(min(most, room), 0)]
@@ -461,8 +508,13 @@ class KVManager:
         blocks = self.pool.take(len(slots))
         self.pool.release(hits)
         self._telemetry.allocated(PAGED, len(blocks))
-        self.pool.register(blocks, keys[len(hits) : len(hits) + len(slots)])
-        self.host.load(slots, blocks, m.LOAD, held=True)
+        try:
+            self.host.load(slots, blocks, m.LOAD, held=True)
+        except Exception:
+            self.pool.release(blocks)
+            self.host.pool.release(slots)
+            raise
+        self.pool.register(blocks, behind[: len(slots)])
 
     def swap_out(self, request: Request) -> bool:
         """Moves the full blocks of a running request to the host, if that and the way back cost less than computing them again.
@@ -531,9 +583,10 @@ class KVManager:
         slots = np.array(table.slots, dtype=np.int64)
         table.slots.clear()
         host.pool.release(slots[: len(hits)])
+        table.num_registered = len(hits)
         if len(hits) < stored:
             self._load(table, len(hits), slots[len(hits) :], m.SWAP_IN)
-        table.num_registered = stored if table.keys is not None else 0
+            table.num_registered = stored if table.keys is not None else 0
         request.num_computed = stored * size
         return True
 
@@ -619,9 +672,13 @@ class KVManager:
         if not sources:
             return
         self.register(touched)
-        began = self._telemetry.lap(_KV_ALLOC)
         targets = self.compressed.take(len(sources))
-        self.executor.compress_blocks(list(zip(sources, (targets + self.first_compressed).tolist(), strict=True)))
+        began = self._telemetry.lap(_KV_ALLOC)
+        try:
+            self.executor.compress_blocks(list(zip(sources, (targets + self.first_compressed).tolist(), strict=True)))
+        except Exception:
+            self.compressed.release(targets)
+            raise
         self._telemetry.mechanisms.moved(m.COMPRESS, len(sources), self.executor.clock.now() - began)
         self._telemetry.allocated(COMPRESSED, len(sources))
         keys: list[Keys] = []
@@ -634,6 +691,17 @@ class KVManager:
             self._register(targets + self.first_compressed, np.concatenate(keys), distinct=False)
         self.pool.release(np.array(sources, dtype=np.int64))
         self._telemetry.lap(_KV_MOVE)
+
+    def compress_harder(self, requests: Sequence[Request]) -> bool:
+        """Also old blocks that were shared when their turn came and are not any more; whether that made room."""
+        if self.compressed is None:
+            return False
+        before = self.pool.allocatable
+        for request in requests:
+            if request.table is not None:
+                request.table.compress_next = 0
+        self.compress(requests)
+        return self.pool.allocatable > before
 
     def compact(self, requests: Iterable[Request]) -> None:
         """One slice of compaction, if a run of adjacent blocks was looked for in vain: moves blocks of paged sequences together."""
@@ -664,10 +732,13 @@ class KVManager:
         if not len(sources):
             self._wanted_run = 0
             return
-        began = self._telemetry.lap(_KV_ALLOC)
         before = self.pool.address_map().largest_free_run
-        move_blocks(self.pool, sources, targets)  # first: what the targets held goes to the host
+        cached = targets[self.pool.state[targets] == EVICTABLE]
+        if cached.size:
+            self.pool.drop(cached)  # first: what the targets held goes to the host
+        began = self._telemetry.lap(_KV_ALLOC)
         self.executor.copy_blocks(list(zip(sources.tolist(), targets.tolist(), strict=True)))
+        move_blocks(self.pool, sources, targets)
         moved_to = np.arange(self.first_compressed + self.config.num_compressed_blocks)
         moved_to[sources] = targets
         is_source = np.zeros(len(moved_to), dtype=bool)

@@ -120,6 +120,8 @@ def check(kv: KVManager, running: Sequence[Request], waiting: Iterable[Request])
         if flight.held:
             held[flight.blocks] += 1
         pinned += flight.slots.tolist()
+    for orphaned in kv.orphans:
+        held[orphaned] += 1
     if set(kv.contiguous) != contiguous:
         raise IntegrityError("the list of contiguous tables does not match the running requests")
     wrong = np.flatnonzero(held != refs)

@@ -303,6 +303,13 @@ class BlockPool:
         self.num_evictable -= len(blocks)
         self.num_free += len(blocks)
 
+    def drop(self, blocks: Blocks) -> None:
+        """Cached blocks that nobody holds give their content up and are free."""
+        self._forget(blocks)
+        self.num_free -= len(blocks)
+        self._offer_free(blocks)
+        self.version += 1
+
     # -- caching ---------------------------------------------------------------------------------------------------
 
     def register(self, blocks: Blocks, keys: Keys) -> None:

@@ -34,7 +34,7 @@ class BlockTable:
     recompute_tokens: int = 0  # tokens that had been computed when the sequence was last preempted
     slots: list[int] = field(default_factory=list)  # host slots of blocks [0, len(slots)) while swapped out
     swapped_compressed: list[bool] = field(default_factory=list)  # which of them hold a compressed block
-    looked_ahead: int = -1  # kv.host_releases when prefetch last looked at this waiting sequence
+    looked_ahead: bool = False  # prefetch has looked at this waiting sequence
     loading: list[Transfer] = field(default_factory=list)  # on whose end the sequence waits
 
     @property
