@@ -100,6 +100,15 @@ def replay(
         typer.Option(min=1, help="Tokens in a step. Default: 8192, with --torch 512.", rich_help_panel=_ENGINE),
     ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse KV of shared prefixes.", rich_help_panel=_ENGINE)] = True,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A mechanism of the engine, such as num_host_blocks=50000 or controller=on; may be given more than once. docs/engine.md lists them.",
+            rich_help_panel=_ENGINE,
+            show_default=False,
+        ),
+    ] = None,
     time_scale: Annotated[float, typer.Option(help="10 replays ten times as fast.", rich_help_panel=_LOAD)] = 1.0,
     length_scale: Annotated[
         float,
@@ -160,6 +169,8 @@ def replay(
 
         kvscope replay mooncake.jsonl --gpu H200 --model llama-3-70b --tensor-parallel 4 --time-scale 2
 
+        kvscope replay mooncake.jsonl --time-scale 0.4 --engine num_host_blocks=50000 --engine compaction_seconds=0.002
+
         kvscope replay generated --gpu calibrated --preset laptop --limit 20
 
         kvscope replay generated --torch smollm2-135m --limit 20
@@ -172,6 +183,14 @@ def replay(
         "kv_dtype": kv_dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens, "prefix_caching": prefix_caching,
     }  # fmt: skip
+    if engine:
+        from observability.engine.settings import parse_settings
+
+        engine_options["engine"] = parse_settings(engine)
+        for name in engine_options["engine"].keys() & engine_options.keys():
+            raise ConfigError(
+                f"--engine {name} has an option of its own.", next_step=f"Use --{name.replace('_', '-')}."
+            )
     source = _Load(
         load, time_scale, length_scale, limit, start, span, preset, requests_per_second, seed,
         laptop=torch is not None, start_time=time.time() if torch or url else 0.0,

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from observability.errors import ConfigError
 from observability.workload.experiment import BASELINE, ArmResult, ExperimentResult
-from observability.workload.report import _seconds as seconds_text
+from observability.workload.report import seconds_text
 
 _FILE_WIDTH = 120  # of output that goes to a file or a pipe
 _NOTABLE = 0.05  # relative change from which a mechanism is said to have done something

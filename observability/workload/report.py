@@ -31,8 +31,8 @@ def print_result(result: ReplayResult, console: Console | None = None) -> None:
     for note in result.notes:
         console.print(f"  {note}", markup=False, style="yellow" if result.clock == "virtual" else None)
     console.print(
-        f"{result.requests:,} requests over {_seconds(result.duration_seconds)} of {clock}, "
-        f"replayed in {_seconds(result.wall_seconds)}: {_outcomes(result)}"
+        f"{result.requests:,} requests over {seconds_text(result.duration_seconds)} of {clock}, "
+        f"replayed in {seconds_text(result.wall_seconds)}: {_outcomes(result)}"
     )
     for reason, times in result.reasons.items():
         console.print(f"  {times:,} x {reason}", markup=False)
@@ -68,7 +68,7 @@ def _latency_table(result: ReplayResult) -> Table:
     for key, name in _LATENCIES.items():
         summary: Summary | None = result.latency.get(key)
         if summary is not None:
-            table.add_row(name, f"{int(summary['count']):,}", *(_seconds(summary[q]) for q in _SHOWN_QUANTILES))
+            table.add_row(name, f"{int(summary['count']):,}", *(seconds_text(summary[q]) for q in _SHOWN_QUANTILES))
         elif key in result.latency:
             table.add_row(name, "-", *("unknown" for _ in _SHOWN_QUANTILES))
     return table
@@ -86,9 +86,9 @@ def _phase_table(phases: Mapping[str, Phases]) -> Table:
         all_seconds, slow_seconds = getattr(everyone, view), getattr(slowest, view)
         for name in all_seconds:
             if all_seconds[name] or slow_seconds[name]:
-                table.add_row(name, _seconds(all_seconds[name]), _seconds(slow_seconds[name]))
+                table.add_row(name, seconds_text(all_seconds[name]), seconds_text(slow_seconds[name]))
         table.add_section()
-    table.add_row("latency", _seconds(everyone.mean_latency_seconds), _seconds(slowest.mean_latency_seconds))
+    table.add_row("latency", seconds_text(everyone.mean_latency_seconds), seconds_text(slowest.mean_latency_seconds))
     return table
 
 
@@ -148,7 +148,7 @@ def _ratio(part: int | None, whole: int | None) -> str:
     return "unknown" if part is None or not whole else f"{part / whole:.2%}"
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     """With three digits and a unit people use."""
     if value >= 120:
         return f"{value:,.0f} s"

@@ -91,6 +91,16 @@ def test_a_table_for_people_and_a_file_for_programs(data_dir: Path, tmp_path: Pa
     assert result["kv"]["hit_tokens"] == 0  # every prompt of this trace is distinct
 
 
+def test_a_mechanism_is_switched_on_by_name_and_is_part_of_the_result() -> None:
+    small = ("generated", "--limit", "60", "--kv-blocks", "9000", "--max-model-len", "131072", "--time-scale", "4")
+    plain = replayed(*small)
+    with_host = replayed(*small, "--engine", "num_host_blocks=100000", "--engine", "controller.patience=4")
+    assert (plain["settings"]["num_host_blocks"], plain["settings"]["controller"]) == (0, None)
+    assert with_host["settings"]["num_host_blocks"] == 100_000
+    assert with_host["settings"]["controller"]["patience"] == 4
+    assert with_host["kv"]["hit_tokens"] > plain["kv"]["hit_tokens"]
+
+
 def test_the_generated_load_needs_no_file() -> None:
     result = replayed("generated", "--span", "120", "--seed", "3", "--requests-per-second", "2")
     assert 150 < result["requests"] < 350
@@ -137,6 +147,9 @@ def test_a_bad_trace_is_named_with_its_line_before_anything_runs(tmp_path: Path,
         (["generated", "--ignore-eos"], "--ignore-eos has no effect with --gpu"),
         (["generated", "--time-scale", "0"], "time_scale is 0.0"),
         (["generated", "--preset", "moon"], "no preset 'moon'"),
+        (["generated", "--engine", "warp=9"], "no engine setting 'warp'"),
+        (["generated", "--engine", "max_num_seqs=9"], "has an option of its own"),
+        (["generated", "--engine", "num_host_blocks=1"], "prefetch_lookahead = 3 and num_host_blocks = 1 contradict"),
         (["generated", "--json", "/no/such/folder/out.json"], "cannot be written"),
         (["generated", "--limit", "3", "--max-model-len", "16"], "No request of 3 was served"),
     ],
