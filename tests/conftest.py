@@ -67,8 +67,12 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts a process in its own group and ends the whole group after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
+    def heed_interrupts() -> None:
+        """In the child: it may have inherited that Ctrl-C is ignored, as processes of a background job do."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     def start(*argv: str, **kwargs: object) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(argv, start_new_session=True, **kwargs)  # type: ignore[call-overload]
+        process = subprocess.Popen(argv, start_new_session=True, preexec_fn=heed_interrupts, **kwargs)  # type: ignore[call-overload]
         started.append(process)
         return process  # type: ignore[no-any-return]
 

@@ -179,7 +179,6 @@ _seconds_done: Any = None  # in a worker: shared array, recorded seconds done by
 def _start_worker(shared: Any) -> None:
     global _seconds_done
     _seconds_done = shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
 
 
 def _work(task: tuple[int, _Part]) -> _Done:
@@ -202,7 +201,14 @@ def _run(parts: list[_Part], show: Callable[[float], None]) -> Iterator[_Done]:
         return
     context = multiprocessing.get_context("spawn")
     shared = context.Array("d", len(parts), lock=False)
-    with context.Pool(workers, initializer=_start_worker, initargs=(shared,)) as pool:
+    # Ctrl-C reaches every process of the terminal. Only this one acts on it and ends its workers: they start with the signal blocked, since
+    # one that died of it while it was still importing could leave the pool waiting for ever.
+    before_start = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool = context.Pool(workers, initializer=_start_worker, initargs=(shared,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before_start)
+    with pool:
         results = pool.imap_unordered(_work, enumerate(parts))
         left = len(parts)
         while left:
