@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from observability.cli._terminal import progress_bar
 
 if TYPE_CHECKING:
     from observability.engine.executor.calibrated import Calibration
@@ -68,14 +67,14 @@ def calibrate(
         raise ConfigError(f"{output} does not end in .json.", next_step="Name it FILE.json, so that --gpu takes it.")
     if check:
         calibration = load_calibration(str(output or default_path(model, kv_dtype)), kv_dtype=kv_dtype)
-        with _progress("serving", "requests") as on_progress:
+        with progress_bar("serving", "requests") as on_progress:
             checked = work.check(calibration, model=model, on_progress=on_progress)
         if as_json:
             typer.echo(_json(checked))
         else:
             _print_check(calibration, checked)
         return
-    with _progress("measuring", "shapes") as on_progress:
+    with progress_bar("measuring", "shapes") as on_progress:
         calibration = work.measure(
             model, kv_dtype=kv_dtype, threads=threads, rounds=work.QUICK_ROUNDS if quick else work.ROUNDS,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, on_progress=on_progress,
@@ -86,31 +85,6 @@ def calibrate(
         typer.echo(calibration.model_dump_json(indent=2))
     else:
         _print(calibration, path)
-
-
-@contextlib.contextmanager
-def _progress(verb: str, noun: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(noun), TimeElapsedColumn(), TextColumn("left"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _load(average: float | None) -> str:

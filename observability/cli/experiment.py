@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from observability.cli._terminal import check_writable, progress_bar
 from observability.errors import ConfigError
 
 if TYPE_CHECKING:
-    from observability.workload.experiment import ExperimentResult, Progress
+    from observability.workload.experiment import ExperimentResult
     from observability.workload.traces import TraceRequest
 
 EXAMPLES = """
@@ -185,7 +184,8 @@ def p99_plan(
     if plot is not None and plot.suffix not in (".html", ".htm"):
         raise ConfigError(f"{plot} is no page.", next_step="Give --plot a name that ends in .html.")
     for path in (json_to, plot):
-        _check_writable(path)
+        if path is not None:
+            check_writable(path, "Give another path.")
     limit = limit or (_REAL_LIMIT if torch else _LIMIT)
     load = list(_load(trace, length_scale, limit, span, seed, laptop=torch is not None))
     target = InProcess(
@@ -198,7 +198,8 @@ def p99_plan(
     describe: dict[str, Any] = {
         "load": trace, "length_scale": length_scale, "limit": limit, "span_seconds": span, "seed": seed,
     }  # fmt: skip
-    with _progress() as on_progress:
+    with progress_bar("reading the load", "requests") as show:
+        on_progress = None if show is None else lambda what, done, total: show(done, total, what)
         result = run_experiment(load, target, settings, describe=describe, on_progress=on_progress)
     print_experiment(result)
     _write(result, json_to)
@@ -234,40 +235,6 @@ def _load(
     preset = PRESETS["laptop" if laptop else "recorded"]
     preset = replace(preset, length_scale=preset.length_scale * length_scale)
     return window(generate_load(preset, seed), limit=limit, span_seconds=span)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on standard error that names the arm, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading the load", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before the replays, which may take long. Raises ConfigError."""
-    if path is None:
-        return
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}.", next_step="Give another path."
-        ) from None
 
 
 def _write(result: ExperimentResult, json_to: Path | None) -> None:

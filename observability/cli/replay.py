@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from observability.cli._terminal import check_writable, progress_bar
 from observability.errors import ConfigError, KvscopeError
 
 if TYPE_CHECKING:
@@ -196,8 +196,10 @@ def replay(
         laptop=torch is not None, start_time=time.time() if torch or url else 0.0,
     )  # fmt: skip
     if json_to not in (None, "-"):
-        _check_writable(Path(json_to))
-    with _progress(source.count()) as on_end:
+        check_writable(Path(json_to), "Give --json another path, or -.")
+    total = source.count()
+    with progress_bar("replaying", "requests") as show:
+        on_end = None if show is None else partial(show, total=total)
         if url is not None:
             from observability.workload.replay_http import HttpSettings, replay_http
 
@@ -317,41 +319,6 @@ class _Load:
                 "start_time": self.start_time,
             }
         return shown
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on standard error, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _check_writable(path: Path) -> None:
-    """Before the replay, which may take long. Raises ConfigError."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror or error}.", next_step="Give --json another path, or -."
-        ) from None
 
 
 def _write(result: ReplayResult, json_to: str | None) -> None:

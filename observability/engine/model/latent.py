@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from observability.engine.model.latent_config import LatentConfig
+from observability.engine.model.llama import rotary_table
 from observability.errors import ModelError
 
 #: attend(layer, q [tokens, heads, nope + rope], latent [tokens, kv_lora_rank], rope key [tokens, rope])
@@ -90,9 +91,7 @@ class LatentDecoder:
             return
         width = self.config.qk_rope_head_dim
         frequencies = self.config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
+        table = rotary_table(frequencies, max_positions)
         self._cos_sin = table.to(self.device, self.dtype)  # [positions, 2, rope]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

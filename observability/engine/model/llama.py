@@ -161,9 +161,7 @@ class Llama:
         that executors of different lengths can share the model."""
         if max_positions <= len(self._cos_sin):
             return
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), _inverse_frequencies(self.config))
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
+        table = rotary_table(_inverse_frequencies(self.config), max_positions)
         self._cos_sin = table.to(self.device, self.dtype)  # [positions, 2, head_dim]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -195,6 +193,13 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 [rows, vocab_size], of hidden states [rows, hidden]."""
         return F.linear(hidden, self.head).float()
+
+
+def rotary_table(frequencies: Tensor, positions: int) -> Tensor:
+    """Float32 [positions, 2, width]: (cos, cos) and (-sin, sin) of position x frequency, for frequencies [width / 2] in radians."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
 
 
 def _inverse_frequencies(config: ModelConfig) -> Tensor:
