@@ -66,10 +66,11 @@ def test_alert_has_a_test_that_it_fires_is_pending_and_stays_silent(alert: str) 
 
 
 def test_every_recorded_series_has_a_value_worked_out_by_hand() -> None:
-    [test] = yaml.safe_load((REPO / "alerts/tests/recording.yml").read_text())["tests"]
-    tested = {s.name for case in test["promql_expr_test"] for s, _ in selectors(case["expr"])}
-    assert tested == rules.recorded_names()
-    assert all(case["exp_samples"] for case in test["promql_expr_test"])
+    files = sorted((REPO / "alerts/tests").glob("recording*.yml"))  # one a area: recording_<area>.yml
+    tests = [test for path in files for test in yaml.safe_load(path.read_text())["tests"]]
+    cases = [case for test in tests for case in test["promql_expr_test"]]
+    assert {s.name for case in cases for s, _ in selectors(case["expr"])} == rules.recorded_names()
+    assert all(case["exp_samples"] for case in cases)
 
 
 def test_recorded_names_are_the_signals_and_a_few_more() -> None:
