@@ -34,6 +34,7 @@ FLAG_TEXTS = {
     "gaps": "gaps in its history",
     "simulated": "learned from simulated history",
     "outliers": "outliers pulled in",
+    "fallback": "a simpler model instead",
 }
 
 
@@ -90,7 +91,8 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     stored = {model: source.forecasts(signal.name, view.where, model) for model in MODELS}
     stored = {model: frame[frame["origin"] <= now] for model, frame in stored.items()}
     made = [set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"]) for frame in stored.values()]
-    shared = set.intersection(*made)
+    some = [origins for origins in made if origins]
+    shared = set.intersection(*some) if some else set()
     models = [_outlook(view, signal, model, frame, actual, shared) for model, frame in stored.items()]
     came = actual[actual.index > start]
     return Prospect(pd.DataFrame({"time": came.index, "value": came.to_numpy()}), models)

@@ -31,8 +31,8 @@ Examples:
 
   kvscope forecast --source prometheus:http://127.0.0.1:9090 --store ./forecasts.sqlite --every 10m
 """
-SIGNAL_NAMES = ("requests", "kv_usage", "ttft_p99", "e2e_p99")
-_UNITS = {"requests/s": "/s", "ratio": "", "seconds": " s"}
+SIGNAL_NAMES = ("requests", "kv_usage", "queue", "ttft_p99", "e2e_p99")
+_UNITS = {"requests/s": "/s", "ratio": "", "requests": "", "seconds": " s"}
 _UNIT_SECONDS = {"m": 60, "h": 3600}
 
 

@@ -29,14 +29,17 @@ def hindcast_origins(series: GridSeries, now: float) -> list[float]:
 
 
 def scores(series: GridSeries, now: float, forecasts: Mapping[str, Sequence[Forecast]]) -> list[Score]:
-    """One score a model over SCORED_SECONDS before `now`, all on the origins that every model has a forecast for."""
+    """One score a model over SCORED_SECONDS before `now`, all on the origins that every model with forecasts has one for."""
     actual = dict(zip(series.ends.tolist(), series.values.tolist(), strict=True))
     made = {
         model: {f.origin: f for f in each if not f.refused and f.origin > now - SCORED_SECONDS}
         for model, each in forecasts.items()
     }
-    shared = sorted(set.intersection(*(set(each) for each in made.values()))) if made else []
-    return [_score(model, [each[origin] for origin in shared], actual) for model, each in made.items()]
+    some = [set(each) for each in made.values() if each]
+    shared = sorted(set.intersection(*some)) if some else []
+    return [
+        _score(model, [each[origin] for origin in shared if origin in each], actual) for model, each in made.items()
+    ]
 
 
 def _score(model: str, forecasts: Sequence[Forecast], actual: Mapping[float, float]) -> Score:

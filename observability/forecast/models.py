@@ -1,39 +1,135 @@
-"""Runs a forecast model on a window and makes its quantiles fit to show: finite, ordered, inside the signal's bounds."""
+"""Runs a forecast model on a window and makes what it says fit to show: calibrated, finite, ordered, inside the bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
 import numpy as np
 
-from observability.forecast.last_value import last_value
+from observability.forecast.calibration import UNCALIBRATED, Calibration
+from observability.forecast.draft import Draft
+from observability.forecast.last_value import last_value, seasonal_naive
+from observability.forecast.limits import LIMITS, Limit
 from observability.forecast.prophet_model import FitError, prophet_ar1
 from observability.forecast.series import Window
 from observability.signals import Signal
-from observability.store.forecasts import LEVELS, Forecast
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, Breach, Forecast
 
-#: Half the least width of a 95 % interval, by unit: one request in 10 minutes; a tenth of a percent; a millisecond.
+#: Half the least width of a 95 % interval, by unit: one request in 10 minutes; a tenth of a percent; a millisecond ...
 #: Below it a constant series would be promised exactly.
 RESOLUTION = {"requests/s": 1 / 600, "ratio": 1e-3, "seconds": 1e-3}
+_RESOLUTION_ELSE = 1e-2
+_MIDDLE = LEVELS.index(0.5)
+_RUN: Mapping[str, Callable[[Window], Draft]] = {
+    "prophet": prophet_ar1,
+    "last_value": lambda window: last_value(window.values),
+    "seasonal_naive": lambda window: seasonal_naive(window.values),
+}
 
 
-def forecast(window: Window, model: str, *, hindcast: bool = False) -> Forecast:
-    """The forecast of one of types.MODELS, or its refusal with the reason."""
-    quantiles, refused = np.empty((0, len(LEVELS))), window.refused
-    if not refused:
+def forecast(
+    window: Window,
+    model: str,
+    calibration: Calibration = UNCALIBRATED,
+    *,
+    limits: Sequence[Limit] | None = None,
+    hindcast: bool = False,
+) -> Forecast:
+    """The forecast by one of store.forecasts.MODELS, or its refusal with the reason. `limits`: whose crossing is looked for,
+    by default those of the signal. Whatever a model does with a series ends here."""
+    if window.refused:
+        return _refusal(window, model, window.refused, hindcast)
+    try:
+        draft = _RUN[model](window)
+    except FitError as error:
+        return _refusal(window, model, error.reason, hindcast)
+    return finished(window, model, draft, calibration, limits=limits, hindcast=hindcast)
+
+
+def forecast_many(
+    windows: Iterable[tuple[Window, Calibration]], model: str, *, hindcast: bool = False
+) -> Iterator[Forecast]:
+    """A forecast of each window, in order, each as soon as it is made. One that fails is a refusal with the reason and does not
+    stop the others."""
+    for window, calibration in windows:
         try:
-            raw = last_value(window.values) if model == "last_value" else prophet_ar1(window)
-        except FitError as error:
-            refused = error.reason
-        else:
-            quantiles = presentable(raw, window.signal)
+            yield forecast(window, model, calibration, hindcast=hindcast)
+        except Exception as error:  # of a library, on a series nobody thought of
+            yield _refusal(window, model, f"{model} failed: {type(error).__name__}: {error}", hindcast)
+
+
+def finished(
+    window: Window,
+    model: str,
+    draft: Draft,
+    calibration: Calibration,
+    *,
+    limits: Sequence[Limit] | None = None,
+    hindcast: bool = False,
+) -> Forecast:
+    """What `draft` says about the hour after `window`, calibrated and fit to show."""
+    if not np.isfinite(draft.quantiles).all():
+        return _refusal(window, model, f"{model} gave no finite numbers on this series.", hindcast)
+    stretch = calibration.stretch
+    quantiles = presentable(stretched(draft.quantiles, stretch), window.signal)
+    if limits is None:
+        limits = LIMITS.get(window.signal.name, ())
+    median = draft.quantiles[:, _MIDDLE]
+    paths = np.clip(median + stretch * (draft.paths - median), window.signal.bounds[0], window.signal.bounds[1])
+    flags, note = window.flags, window.note
+    if draft.fallback:
+        flags, note = (*flags, "fallback"), "; ".join(filter(None, (note, draft.fallback)))
     return Forecast(
-        window.signal.name, window.labels, model, window.origin, quantiles, window.flags, window.note, refused, hindcast
+        window.signal.name, window.labels, model, window.origin, quantiles, flags, note, "", hindcast, stretch,
+        tuple(breach(limit, paths, quantiles, window) for limit in limits),
     )  # fmt: skip
+
+
+def stretched(quantiles: np.ndarray, factor: float) -> np.ndarray:
+    """Quantiles [steps, len(LEVELS)] with their distance from the median times `factor`."""
+    middle = quantiles[:, [_MIDDLE]]
+    return middle + factor * (quantiles - middle)
 
 
 def presentable(quantiles: np.ndarray, signal: Signal) -> np.ndarray:
     """Quantiles [steps, len(LEVELS)] sorted, at least as wide as the signal's resolution, clipped to its own bounds."""
     ordered = np.sort(quantiles, axis=1)
     levels = np.array(LEVELS)
-    least = ordered[:, [LEVELS.index(0.5)]] + RESOLUTION[signal.unit] * (levels - 0.5) / (levels[-1] - 0.5)
+    resolution = RESOLUTION.get(signal.unit, _RESOLUTION_ELSE)
+    least = ordered[:, [_MIDDLE]] + resolution * (levels - 0.5) / (levels[-1] - 0.5)
     widened = np.where(levels < 0.5, np.minimum(ordered, least), np.maximum(ordered, least))
     return np.clip(widened, signal.bounds[0], signal.bounds[1])
+
+
+def breach(limit: Limit, paths: np.ndarray, quantiles: np.ndarray, window: Window) -> Breach:
+    """Chance of being above `limit` by each step: the share of `paths` [paths, HORIZON_STEPS] that have been, drawn towards how
+    often the series was in such an hour by the weight of half a path. Without paths: the largest of the steps' own chances."""
+    if len(paths):
+        passed = np.logical_or.accumulate(paths > limit.value, axis=1)
+        share = passed.mean(axis=0)
+    else:
+        share = np.array([1.0 - np.interp(limit.value, row, LEVELS, left=0.0, right=1.0) for row in quantiles])
+        share = np.maximum.accumulate(share)
+    usual = _usual(window.values, limit.value)
+    raw = (len(paths) * share + 0.5 * usual) / (len(paths) + 0.5)
+    chances = tuple(np.clip(raw, 0.0, 1.0).tolist())
+    return Breach(limit.name, limit.value, chances, chances)
+
+
+def _usual(values: np.ndarray, limit: float) -> np.ndarray:
+    """Share of the window's hours in which one of the first h steps was above `limit` [HORIZON_STEPS]."""
+    above = values > limit  # False where absent
+    shares = []
+    for steps in range(1, HORIZON_STEPS + 1):
+        if len(above) < steps:
+            shares.append(float(above.any()))
+        else:
+            shares.append(float(np.lib.stride_tricks.sliding_window_view(above, steps).any(axis=1).mean()))
+    return np.array(shares)
+
+
+def _refusal(window: Window, model: str, reason: str, hindcast: bool) -> Forecast:
+    return Forecast(
+        window.signal.name, window.labels, model, window.origin, np.empty((0, len(LEVELS))), window.flags, window.note,
+        reason, hindcast,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from observability.errors import KvscopeError
+from observability.forecast.draft import Draft, ahead, whole_rows
 from observability.forecast.series import WANTED_SECONDS, Window
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, STEP_SECONDS
 
@@ -48,10 +49,14 @@ class ProphetFit:
         return self.residuals[-1] * self.phi ** np.arange(1, HORIZON_STEPS + 1)
 
 
-def prophet_ar1(window: Window) -> np.ndarray:
-    """Quantiles [HORIZON_STEPS, len(LEVELS)]: Prophet's predictive draws, shifted by the anchor. Raises FitError."""
+def prophet_ar1(window: Window) -> Draft:
+    """Quantiles of Prophet's predictive draws, shifted by the anchor; paths of how its residuals went on in the window (its
+    draws know nothing of how one step follows another). Raises FitError."""
     fit = fit_prophet(window)
-    return np.quantile(fit.samples + fit.anchor[:, None], LEVELS, axis=1).T
+    quantiles = np.quantile(fit.samples + fit.anchor[:, None], LEVELS, axis=1).T
+    decayed = fit.residuals[:, None] * fit.phi ** np.arange(1, HORIZON_STEPS + 1)
+    median = quantiles[:, LEVELS.index(0.5)]
+    return Draft(quantiles, median + whole_rows(ahead(fit.residuals) - decayed))
 
 
 def fit_prophet(window: Window) -> ProphetFit:

@@ -20,6 +20,7 @@ from observability.store.source import SeriesSource
 FORECAST_SIGNALS: Mapping[str, Signal] = {
     "requests": BY_NAME["model:kvscope_requests_received:rate5m"],
     "kv_usage": BY_NAME["model:kvscope_kv_usage:ratio"],
+    "queue": BY_NAME["model:kvscope_requests_waiting:sum"],
     "ttft_p99": BY_NAME[f"model:{TTFT.family.name}:p99_5m"],
     "e2e_p99": BY_NAME[f"model:{E2E.family.name}:p99_5m"],
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from observability.errors import StoreError
 from observability.forecast.backtest import SCORED_SECONDS, hindcast_origins, scores
-from observability.forecast.models import forecast
+from observability.forecast.calibration import Calibration, calibrate
+from observability.forecast.models import forecast, forecast_many
 from observability.forecast.series import GridSeries, read_series, window
 from observability.signals import Signal
 from observability.store.embedded import EmbeddedStore, create
@@ -82,7 +83,8 @@ def run_once(
         if clock() >= until:
             done -= 1
             break
-        store.add_forecasts([forecast(window(series, origin), model, hindcast=True)])
+        seen, calibration = window(series, origin), _calibration(store, series, model, origin)
+        store.add_forecasts([forecast(seen, model, calibration, hindcast=True)])
         progress(done, len(missing))
     scored = tuple((series, tuple(_scores(store, series, now))) for series in found)
     return Run(now, tuple(made), scored, done, time.monotonic() - started)
@@ -139,16 +141,17 @@ def _is_there(source_name: str) -> bool:
 
 def _live(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> Iterator[Forecast]:
     """The quick model of all series first: something is there to see while Prophet loads."""
-    windows = [window(series, now) for series in found]
+    windows = [(series, window(series, now)) for series in found]
     for model in reversed(MODELS):
-        for each in windows:
-            one = forecast(each, model)
+        pairs = ((seen, _calibration(store, series, model, now)) for series, seen in windows)
+        for one in forecast_many(pairs, model):
             store.add_forecasts([one])
             yield one
 
 
 def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> list[tuple[GridSeries, float, str]]:
-    """Series, origin and model of the hindcasts that are still to be made, newest origins first."""
+    """Series, origin and model of the hindcasts that are still to be made, oldest origins first, since each is calibrated
+    on those before."""
     missing = []
     for series in found:
         origins = hindcast_origins(series, now)
@@ -156,7 +159,11 @@ def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> l
             for model in MODELS:
                 stored = {f.origin for f in _stored(store, series, model, origins[-1])}
                 missing += [(series, origin, model) for origin in origins if origin not in stored]
-    return sorted(missing, key=lambda each: -each[1])
+    return sorted(missing, key=lambda each: each[1])
+
+
+def _calibration(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> Calibration:
+    return calibrate(series, _stored(store, series, model, 0.0), now)
 
 
 def _scores(store: EmbeddedStore, series: GridSeries, now: float) -> list[Score]:

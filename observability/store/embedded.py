@@ -22,12 +22,13 @@ import pandas as pd
 
 from observability.errors import StoreError
 from observability.signals import Signal
-from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Forecast, level_column
+from observability.store.forecast_rows import INSERT, SELECT, UPGRADE, forecast_frame, forecasts_of, label_key, rows_of
+from observability.store.forecasts import Forecast
 from observability.store.source import ANY, LOOKBACK_SECONDS, frame, grid, signal_named
 
 #: "kvsc" in PRAGMA application_id: the file is ours.
 APPLICATION_ID = 0x6B767363
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DAY_SECONDS = 86400.0
 RETENTION_SECONDS = 14 * DAY_SECONDS
 #: Points older than this are thinned to one a minute.
@@ -50,6 +51,7 @@ CREATE TABLE observed (only INTEGER PRIMARY KEY CHECK (only = 1), time INTEGER N
 CREATE TABLE forecasts (
     signal TEXT NOT NULL, labels TEXT NOT NULL, model TEXT NOT NULL, origin INTEGER NOT NULL, hindcast INTEGER NOT NULL,
     levels TEXT NOT NULL, quantiles TEXT NOT NULL, flags TEXT NOT NULL, note TEXT NOT NULL, refused TEXT NOT NULL,
+    stretch REAL NOT NULL DEFAULT 1, breaches TEXT NOT NULL DEFAULT '[]',
     PRIMARY KEY (signal, labels, model, origin)
 ) STRICT, WITHOUT ROWID;
 """
@@ -165,35 +167,14 @@ class EmbeddedStore:
     ) -> list[Forecast]:
         """Stored forecasts by origin, from the origin `since` (Unix seconds) on."""
         with self._open() as db:
-            rows = db.execute(
-                "SELECT labels, origin, hindcast, levels, quantiles, flags, note, refused FROM forecasts"
-                " WHERE signal = ? AND model = ? AND origin >= ? ORDER BY origin",
-                (signal, model, 0 if since is None else round(since * 1000)),
-            ).fetchall()
-        found = []
-        for text, origin, hindcast, levels, quantiles, flags, note, refused in rows:
-            labels = json.loads(text)
-            if all(labels.get(name) == value for name, value in where.items()) and json.loads(levels) == list(LEVELS):
-                table = np.array(json.loads(quantiles), dtype=np.float64).reshape(-1, len(LEVELS))
-                found.append(Forecast(signal, labels, model, origin / 1000, table, tuple(json.loads(flags)), note, refused, bool(hindcast)))  # fmt: skip
-        return found
+            rows = db.execute(SELECT, (signal, model, 0 if since is None else round(since * 1000))).fetchall()
+        return forecasts_of(rows, where)
 
     def add_forecasts(self, forecasts: Iterable[Forecast]) -> None:
         """Stores forecasts. One made at its time is never replaced by a hindcast of the same origin."""
-        rows = [
-            (
-                f.signal, _label_key(f.labels), f.model, round(f.origin * 1000), int(f.hindcast), json.dumps(LEVELS),
-                json.dumps(f.quantiles.tolist()), json.dumps(f.flags), f.note, f.refused,
-            )
-            for f in forecasts
-        ]  # fmt: skip
+        rows = rows_of(forecasts)
         with self._writing() as db:
-            db.executemany(
-                "INSERT INTO forecasts VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET hindcast = excluded.hindcast,"
-                " levels = excluded.levels, quantiles = excluded.quantiles, flags = excluded.flags, note = excluded.note,"
-                " refused = excluded.refused WHERE excluded.hindcast <= forecasts.hindcast",
-                rows,
-            )
+            db.executemany(INSERT, rows)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -376,11 +357,28 @@ def _check_ours(path: Path, db: sqlite3.Connection) -> None:
             next_step="Choose another --store path; nothing was changed in the file.",
         )
     version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version == 1:
+        version = _upgrade(db)
     if version != SCHEMA_VERSION:
         raise StoreError(
             f"{path} has schema version {version}; this kvscope reads version {SCHEMA_VERSION}.",
             next_step="Upgrade kvscope, or choose another --store path.",
         )
+
+
+def _upgrade(db: sqlite3.Connection) -> int:
+    """Adds what version 2 stores beside each forecast; all that was stored is kept. Returns the version."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        if db.execute("PRAGMA user_version").fetchone()[0] == 1:  # no other process was first
+            for statement in UPGRADE:
+                db.execute(statement)
+            db.execute("PRAGMA user_version = 2")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+    return SCHEMA_VERSION
 
 
 @contextlib.contextmanager
@@ -403,10 +401,6 @@ def _errors(path: Path) -> Iterator[None]:
         raise StoreError(f"Cannot use the store {path}: {text}.", next_step=step) from error
 
 
-def _label_key(labels: Mapping[str, str]) -> str:
-    return json.dumps(dict(sorted(labels.items())))
-
-
 def _unpack(blobs: Sequence[bytes], width: int) -> np.ndarray:
     """Values [rows, width] of packed rows; rows written when fewer series were known end early."""
     values = np.full((len(blobs), width), np.nan)
@@ -423,12 +417,12 @@ def _places(db: sqlite3.Connection, name: str, labels: Sequence[Mapping[str, str
     number = db.execute("SELECT id FROM signals WHERE name = ?", (name,)).fetchone()[0]
     known = dict(db.execute("SELECT labels, place FROM series WHERE signal = ?", (number,)).fetchall())
     new = []
-    for key in map(_label_key, labels):
+    for key in map(label_key, labels):
         if key not in known:
             known[key] = len(known)
             new.append((number, known[key], key))
     db.executemany("INSERT INTO series VALUES (?,?,?)", new)
-    return number, np.array([known[_label_key(label)] for label in labels], dtype=np.int64), len(known)
+    return number, np.array([known[label_key(label)] for label in labels], dtype=np.int64), len(known)
 
 
 def _merge_stored(db: sqlite3.Connection, number: int, stamps: np.ndarray, block: np.ndarray) -> None:
@@ -463,22 +457,3 @@ def _select(
     if not len(times) or not keep:
         return frame(signal, [], np.empty(0, np.int64), np.empty((0, 0)))
     return frame(signal, [labels[i] for i in keep], times, values[:, keep])
-
-
-def forecast_frame(signal: Signal, forecasts: Sequence[Forecast]) -> pd.DataFrame:
-    """Forecasts in the form that SeriesSource.forecasts describes."""
-    rows = []
-    for f in forecasts:
-        shared = {"flags": " ".join(f.flags), "note": f.note, "refused": f.refused, "hindcast": f.hindcast} | dict(
-            f.labels
-        )
-        origin = pd.Timestamp(f.origin, unit="s", tz="UTC")
-        if f.refused:
-            rows.append({"origin": origin, "time": origin, "step": 0} | shared)
-        for step, (at, quantiles) in enumerate(zip(f.times, f.quantiles, strict=True), start=1):
-            named = dict(zip(map(level_column, LEVELS), quantiles, strict=True))
-            rows.append({"origin": origin, "time": pd.Timestamp(at, unit="s", tz="UTC"), "step": step} | named | shared)
-    out = pd.DataFrame(rows, columns=[*FRAME_COLUMNS, *signal.by])
-    for column in ("origin", "time"):
-        out[column] = pd.to_datetime(out[column], utc=True).astype("datetime64[ns, UTC]")
-    return out.astype({level_column(level): "float64" for level in LEVELS} | {"step": "int64", "hindcast": "bool"})

@@ -12,13 +12,15 @@ STEP_SECONDS = 600
 HORIZON_STEPS = 6
 #: Probabilities of the stored quantiles; the ends bound the 95 % interval.
 LEVELS = (0.025, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.975)
-MODELS = ("prophet", "last_value")
-MODEL_TITLES = {"prophet": "Prophet + AR(1)", "last_value": "Last value"}
+#: Model -> its name for people. Where several are run they are run, listed and shown in this order.
+MODEL_TITLES = {"prophet": "Prophet + AR(1)", "last_value": "Last value", "seasonal_naive": "Yesterday"}
+MODELS = tuple(MODEL_TITLES)
 
 #: stale: the newest observation is over 20 minutes old. constant: the series did not move in the window.
 #: short_history: less than the model wants, said in the note. gaps: over a fifth of the window is absent.
 #: simulated: part of the window comes from virtual time. outliers: points far off were pulled in before the fit.
-Flag = Literal["stale", "constant", "short_history", "gaps", "simulated", "outliers"]
+#: fallback: the model named could not be used, and the note says which one was instead and why.
+Flag = Literal["stale", "constant", "short_history", "gaps", "simulated", "outliers", "fallback"]
 
 
 def level_column(level: float) -> str:
@@ -33,12 +35,38 @@ FRAME_COLUMNS = ("origin", "time", "step", *map(level_column, LEVELS), "flags", 
 
 
 @dataclass(frozen=True)
+class Breach:
+    """How likely a series is to go above a limit within the next hour.
+
+    `name`: of the objective or limit; `limit` in the signal's unit. `chances`: probability that one of the steps up to h is
+    above the limit, non-decreasing [HORIZON_STEPS]; that is the distribution of the first passage. `raw`: the same as the
+    paths say it, before it was calibrated on stored outcomes.
+    """
+
+    name: str
+    limit: float
+    raw: tuple[float, ...]
+    chances: tuple[float, ...]
+
+    @property
+    def chance(self) -> float:
+        """Of being above the limit at any time of the hour."""
+        return self.chances[-1]
+
+    def seconds_until(self, share: float = 0.5) -> float | None:
+        """Time by whose end the limit is passed with probability `share`, in seconds; None: more than an hour."""
+        reached = [step for step, chance in enumerate(self.chances, start=1) if chance >= share]
+        return float(reached[0] * STEP_SECONDS) if reached else None
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The next HORIZON_STEPS means over 10 minutes of one series.
 
     `origin`: Unix seconds, end of the last grid step; target h covers (origin + (h - 1) * 600, origin + h * 600].
     `quantiles`: float64 [HORIZON_STEPS, len(LEVELS)], finite, sorted along the levels, inside the signal's bounds; empty
-    [0, len(LEVELS)] when the forecast was refused, with the reason in `refused`.
+    [0, len(LEVELS)] when the forecast was refused, with the reason in `refused`. `stretch`: the factor by which calibration on
+    past outcomes had widened the quantiles about the median.
     """
 
     signal: str
@@ -50,6 +78,8 @@ class Forecast:
     note: str = ""
     refused: str = ""
     hindcast: bool = False
+    stretch: float = 1.0
+    breaches: tuple[Breach, ...] = ()
 
     @property
     def times(self) -> np.ndarray:

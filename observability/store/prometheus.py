@@ -15,7 +15,8 @@ import pandas as pd
 from observability import catalog
 from observability.errors import StoreError
 from observability.signals import SIGNALS, Signal
-from observability.store.embedded import EmbeddedStore, forecast_frame
+from observability.store.embedded import EmbeddedStore
+from observability.store.forecast_rows import forecast_frame
 from observability.store.source import ANY, frame, grid, signal_named
 
 TIMEOUT_SECONDS = 30.0

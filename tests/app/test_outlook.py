@@ -104,7 +104,7 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
         SIGNAL.name, view.where, "prophet", view.end - 60, np.empty((0, len(LEVELS))), refused="only 2 steps"
     )
     store.add_forecasts([refusal])
-    prophet, last = outlook.prospect(store, view, SIGNAL).models
+    prophet, last, *_ = outlook.prospect(store, view, SIGNAL).models
     assert prophet.ahead.empty
     assert prophet.accuracy is None
     assert "only 2 steps" in headline(prophet, view.end)
@@ -115,7 +115,7 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
 
 
 def test_the_better_model_is_marked_and_a_tie_is_not(source: EmbeddedStore, view: View) -> None:
-    prophet, last = outlook.prospect(source, view, SIGNAL).models
+    prophet, last, *_ = outlook.prospect(source, view, SIGNAL).models
     assert "best" not in models_table([prophet, last], SIGNAL, view), "the synthetic medians are equal"
 
 

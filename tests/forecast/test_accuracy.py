@@ -48,8 +48,8 @@ def test_the_anchor_repairs_prophet_on_recorded_series(data_dir: Path) -> None:
         errors = []
         for seen, came in origins_of(recorded(data_dir / "series" / f"{name}.csv"), 331):
             fit = fit_prophet(seen)
-            plain, anchored = np.median(fit.samples, axis=1), prophet_ar1(seen)[:, LEVELS.index(0.5)]
-            last = last_value(seen.values)[:, LEVELS.index(0.5)]
+            plain, anchored = np.median(fit.samples, axis=1), prophet_ar1(seen).quantiles[:, LEVELS.index(0.5)]
+            last = last_value(seen.values).quantiles[:, LEVELS.index(0.5)]
             errors.append([np.nanmean(np.abs(each - came)) for each in (plain, anchored, last)])
         plain_mae, anchored_mae, last_mae = np.mean(errors, axis=0)
         to_plain.append(anchored_mae / plain_mae)
@@ -67,7 +67,7 @@ def test_the_interval_of_the_last_value_covers_as_measured(data_dir: Path) -> No
     for path in sorted((data_dir / "series").glob("*.csv")):
         inside = []
         for seen, came in origins_of(recorded(path), 19):
-            low, high = last_value(seen.values)[:, [0, -1]].T
+            low, high = last_value(seen.values).quantiles[:, [0, -1]].T
             inside += ((came >= low) & (came <= high))[np.isfinite(came)].tolist()
         coverage.append(np.mean(inside))
         targets += len(inside)
@@ -85,7 +85,7 @@ def test_last_value_quantiles_are_those_of_scaled_past_changes() -> None:
     means = pd.concat((change.rolling(18, 1).mean(), change.rolling(72, 1).mean(), change.expanding().mean()), axis=1)
     weights = means.notna() * [0.45, 0.35, 0.2]  # a span without any change says nothing
     scale = (means * weights).sum(axis=1) / weights.sum(axis=1)
-    made = last_value(values)
+    made = last_value(values).quantiles
     for h in range(1, 7):
         ratios = sorted(
             (values[t + h] - values[t]) / scale[t]
@@ -116,7 +116,7 @@ def test_the_anchor_is_the_decayed_last_residual_of_prophet() -> None:
     phi = np.linalg.lstsq(pairs[:, :1], pairs[:, 1], rcond=None)[0][0]
     truth = path["yhat"].to_numpy()[-6:] + [phi**h * residual.iloc[-1] for h in range(1, 7)]
     spread = (path["yhat_upper"] - path["yhat_lower"]).to_numpy()[-6:]
-    made = prophet_ar1(seen)
+    made = prophet_ar1(seen).quantiles
     assert 0.5 < phi < 1
     np.testing.assert_allclose(made[:, LEVELS.index(0.5)], truth, atol=0.05 * spread.max())  # a median of 1000 draws
     np.testing.assert_allclose(made[:, -1] - made[:, 0], spread, rtol=0.15)
@@ -125,9 +125,9 @@ def test_the_anchor_is_the_decayed_last_residual_of_prophet() -> None:
 def test_the_same_window_gives_the_same_numbers_and_leaves_numpy_alone() -> None:
     seen = window(gridded(load(2)), END)
     np.random.seed(1)
-    first = prophet_ar1(seen)
+    first = prophet_ar1(seen).quantiles
     drawn = np.random.random()
-    second = prophet_ar1(seen)
+    second = prophet_ar1(seen).quantiles
     np.random.seed(1)
     assert np.random.random() == drawn
     assert np.array_equal(first, second)

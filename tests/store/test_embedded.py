@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from observability.errors import StoreError
 from observability.store import embedded
 from observability.store.embedded import EmbeddedStore, SignalBlock
-from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Forecast
+from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Breach, Forecast
 from observability.store.open import open_source
 from observability.store.source import SeriesSource
 
@@ -306,3 +307,20 @@ def test_650_000_points_are_written_in_under_ten_seconds_and_read_in_well_under_
     frame = store.range(OUTCOMES, times[0], times[-1], 600, {"outcome": "o7"})
     assert time.process_time() - began < 0.5
     assert frame["value"].tolist() == values[::10, 7].tolist()
+
+
+def test_a_store_of_version_1_keeps_its_forecasts_and_gains_the_new_columns(store: EmbeddedStore) -> None:
+    store.add_forecasts([forecast(NOW - 600, 1.0)])
+    with sqlite3.connect(store.path) as db:
+        db.execute("ALTER TABLE forecasts DROP COLUMN stretch")
+        db.execute("ALTER TABLE forecasts DROP COLUMN breaches")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    (kept,) = EmbeddedStore(store.path).stored_forecasts(REQUESTS, {}, "prophet")
+    assert kept.quantiles.tolist() == forecast(NOW - 600, 1.0).quantiles.tolist()
+    assert (kept.stretch, kept.breaches) == (1.0, ())
+    limit = Breach("ttft", 0.8, (0.1,) * 6, (0.0, 0.1, 0.2, 0.5, 0.5, 0.6))
+    store.add_forecasts([replace(forecast(NOW, 1.0), stretch=1.25, breaches=(limit,))])
+    added = store.stored_forecasts(REQUESTS, {}, "prophet")[-1]
+    assert (added.stretch, added.breaches) == (1.25, (limit,))
+    assert (limit.chance, limit.seconds_until(), limit.seconds_until(0.9)) == (0.6, 2400.0, None)
