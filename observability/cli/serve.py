@@ -266,6 +266,7 @@ def _run(
     from observability.engine.loop import EngineThread
     from observability.engine.server import create_app
     from observability.telemetry.recorder import Telemetry
+    from observability.telemetry.tracing import Tracing
 
     clock = MonotonicClock()
     stored = str(loaded.model.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
@@ -285,7 +286,8 @@ def _run(
             kv_scheme=stored,
             max_bytes=snapshot_bytes,
         )
-    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token), sessions)
+    tracing = Tracing.of(loaded.name, clock.now)
+    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token), sessions, tracing)
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
     host, port = listener.getsockname()[:2]
@@ -302,7 +304,11 @@ def _run(
         finally:
             if sessions is not None:
                 sessions.close()
-            thread.stop()
+            try:
+                thread.stop()
+            finally:
+                if tracing is not None:
+                    tracing.close()
 
 
 @contextlib.contextmanager

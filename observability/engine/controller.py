@@ -15,7 +15,6 @@ one which does not help is given up (_Trial).
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain
@@ -259,10 +258,7 @@ class Controller:
             self._first_tokens.append((now, now - request.arrival))
 
     def degrade(self, request: Request, now: float) -> None:
-        """Notes on `request`, once a rule, that it is served under limits which a rule holds below the engine's own.
-
-        The span event carries Unix seconds: a trace leaves the process, where the engine's clock means nothing.
-        """
+        """Notes on `request`, once a rule, that it is served under limits which a rule holds below the engine's own."""
         for rule in self._holding:
             reason = CONTROLLER_RULES[rule]
             if any(record.degrade_reason == reason for record in request.degraded):
@@ -271,11 +267,7 @@ class Controller:
             assert request.trace is not None
             self._telemetry.degraded(request.trace, rule)
             if request.span is not None:
-                attributes: dict[str, str | float] = {
-                    "kvscope.degrade_reason": reason,
-                    "kvscope.degrade_timestamp": time.time(),
-                }
-                request.span.add_event("kvscope.degraded", attributes)
+                request.span.degraded(reason, now)
 
     # -- a look ------------------------------------------------------------------------------------------------------
 

@@ -329,7 +329,7 @@ class Engine:
                 request = self._inbox.popleft()
                 self.kv.open_table(request)
                 request.trace = self.telemetry.arrive(
-                    request.request_id, request.request_class, request.prompt_len, request.arrival
+                    request.request_id, request.request_class, request.prompt_len, request.arrival, request.span
                 )
                 self.scheduler.add(request)
                 if request.deadline is not None:
@@ -443,6 +443,8 @@ class Engine:
         """Ends a request that gets no further token."""
         self.scheduler.remove(request)
         request.outcome, request.error = outcome, error
+        if request.span is not None:
+            request.span.error = error
         assert request.trace is not None
         now = self.telemetry.lap(_SCHEDULE)
         self.telemetry.finish(request.trace, outcome, now)

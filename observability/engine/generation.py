@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry.trace import get_current_span
-
 from observability.engine import openai_types as wire
 from observability.engine.engine import Engine
 from observability.engine.openai_types import ApiError
 from observability.engine.streaming import Detokenizer, StopStrings, TokenEvent, TokenInbox, Wakeups
 from observability.engine.types import Request, SamplingParams
 from observability.errors import KvscopeError
+from observability.telemetry.tracing import Call
 
 _SERVED = ("stop", "length", "deadline")  # outcomes after which a client has its text, or what there is of it
 
@@ -91,12 +90,12 @@ class Generation:
         deadline: float | None = None,
         tenant: str = "",
         session_id: str = "",
+        call: Call | None = None,
     ) -> None:
         self.identity = identity
         self.created = int(time.time())
-        span = get_current_span()
         self.on_close: Callable[[], None] | None = None
-        self._engine = engine
+        self._engine, self._call = engine, call
         self._inbox = TokenInbox(wakeups)
         self._open = len(prompts)
         self._added = 0  # choices that the engine has taken
@@ -113,7 +112,6 @@ class Generation:
                     deadline,
                     tenant,
                     session_id,
-                    span if span.is_recording() else None,
                 ),
                 decode,
             )
@@ -126,13 +124,18 @@ class Generation:
 
     def submit(self) -> None:
         """Adds all choices to the engine, or none: when one is refused, those added before are aborted and its error raised."""
-        try:
-            for choice in self.choices:
-                self._engine.add(choice.request)
-                self._added += 1
-        except KvscopeError:
-            self.close()
-            raise
+        for choice in self.choices:
+            request = choice.request
+            if self._call is not None:
+                request.span = self._call.start(request.request_id, request.request_class, request.arrival)
+            try:
+                self._engine.add(request)
+            except KvscopeError as error:
+                if request.span is not None:
+                    request.span.refused(wire.error_code(error), str(error))
+                self.close()
+                raise
+            self._added += 1
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What each token added, as many tokens at once as are there, until all choices are finished. Raises ApiError."""

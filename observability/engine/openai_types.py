@@ -79,6 +79,12 @@ def api_error(error: KvscopeError) -> ApiError:
     return ApiError(503, error.reason, type="server_error", code="engine_unavailable", next_step=error.next_step)
 
 
+def error_code(error: KvscopeError) -> str:
+    """What names the kind of an error for whoever counts them: the `code` of its answer, else its `type`."""
+    answer = api_error(error)
+    return answer.code or answer.type
+
+
 # -- request bodies -------------------------------------------------------------------------------------------------
 
 # Fail fast: a long list of the wrong kind is one error, not one an element.

@@ -35,6 +35,7 @@ from observability.engine.streaming import Wakeups
 from observability.errors import ConfigError, KvscopeError
 from observability.objectives import STALE_AFTER_SECONDS
 from observability.telemetry.recorder import Telemetry
+from observability.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
     from observability.engine.model.loading import LoadedModel
@@ -72,13 +73,15 @@ def create_app(
     settings: ServerSettings,
     metrics: ASGIApp | None = None,
     sessions: SessionStore | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """The ASGI application in front of `thread`, which the caller starts and stops. `metrics` answers /metrics; `sessions`, which
-    the caller closes, keeps and brings back what requests of a session have computed.
+    the caller closes, keeps and brings back what requests of a session have computed; `tracing`, which the caller closes as well,
+    makes their spans.
 
     `app.state.service` is its Service.
     """
-    service = Service(thread, loaded, telemetry, settings, sessions)
+    service = Service(thread, loaded, telemetry, settings, sessions, tracing)
     routes = [
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
@@ -96,8 +99,9 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How one endpoint writes its objects."""
+    """How one endpoint writes its objects. `operation` is its gen_ai.operation.name."""
 
+    operation: str
     prefix: str
     object: str
     chunk_object: str
@@ -114,8 +118,10 @@ def _chat_delta(index: int, text: str, finish_reason: str | None, first: bool) -
     return wire.chat_delta(index, {**role, "content": text}, finish_reason)
 
 
-_COMPLETION = _Format("cmpl", "text_completion", "text_completion", wire.completion_choice, _completion_delta)
-_CHAT = _Format("chatcmpl", "chat.completion", "chat.completion.chunk", wire.chat_choice, _chat_delta)
+_COMPLETION = _Format(
+    "text_completion", "cmpl", "text_completion", "text_completion", wire.completion_choice, _completion_delta
+)
+_CHAT = _Format("chat", "chatcmpl", "chat.completion", "chat.completion.chunk", wire.chat_choice, _chat_delta)
 
 
 class Service:
@@ -128,8 +134,9 @@ class Service:
         telemetry: Telemetry,
         settings: ServerSettings,
         sessions: SessionStore | None,
+        tracing: Tracing | None,
     ) -> None:
-        self._thread, self._engine, self._sessions = thread, thread.engine, sessions
+        self._thread, self._engine, self._sessions, self._tracing = thread, thread.engine, sessions, tracing
         self._loaded, self._telemetry, self._settings = loaded, telemetry, settings
         self._clock = thread.engine.executor.clock
         self._started = int(time.time())
@@ -204,6 +211,10 @@ class Service:
         self._authorize(request)
         header = request.headers.get("x-kvscope-class")
         request_class = wire.request_class(header, None)
+        received = self._clock.now()
+        call = None
+        if self._tracing is not None:
+            call = self._tracing.call(form.operation, request.headers, request.scope.get("server"))
         try:
             raw = await self._read_body(request)
             arrival = self._clock.now()
@@ -211,6 +222,8 @@ class Service:
                 raise wire.unavailable("The server is shutting down.")
             body = await self._off_loop(len(raw), wire.parse_body, kind, raw)
             request_class = wire.request_class(header, body)
+            if call is not None:
+                call.model, call.stream = body.model, bool(body.stream)
             self._check_model(body.model)
             prompts = await self._off_loop(len(raw), self._tokenize, body)
             params = body.sampling(self._max_tokens(body, max(map(len, prompts))))
@@ -223,17 +236,22 @@ class Service:
                 await sessions.resume(session_id, prompts[0])
                 if self._draining:
                     raise wire.unavailable("The server is shutting down.")
-        except KvscopeError:
+        except KvscopeError as error:
             # It never reaches Engine.add(), which counts all others.
             self._telemetry.received(request_class)
             self._telemetry.rejected(request_class)
+            if call is not None:
+                call.start("", request_class, received).refused(wire.error_code(error), str(error))
             raise
         assert self._wakeups is not None  # set before the first request (lifespan)
+        identity = f"{form.prefix}-{uuid.uuid4().hex}"
+        if call is not None:
+            call.response_id, call.attributes = identity, _asked(body, session_id, tenant)
         generation = Generation(
             self._engine,
             self._wakeups,
             self._loaded.tokenizer.decode,
-            identity=f"{form.prefix}-{uuid.uuid4().hex}",
+            identity=identity,
             prompts=prompts,
             params=params,
             request_class=request_class,
@@ -241,6 +259,7 @@ class Service:
             deadline=deadline,
             tenant=tenant,
             session_id=session_id,
+            call=call,
         )
         generation.submit()
         self._active.add(generation)
@@ -387,6 +406,20 @@ class Service:
         if asked is not None:
             return asked
         return room if isinstance(body, ChatBody) else min(room, _DEFAULT_COMPLETION_TOKENS)
+
+
+def _asked(body: GenerationBody, session_id: str, tenant: str) -> dict[str, Any]:
+    """What a request's span says of the request, once that is checked: what the client set, nothing else."""
+    asked = {
+        "gen_ai.request.max_tokens": body.token_limit()[1],
+        "gen_ai.request.temperature": body.temperature,
+        "gen_ai.request.top_p": body.top_p,
+        "gen_ai.request.seed": body.seed,
+        "gen_ai.request.stop_sequences": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "gen_ai.conversation.id": session_id or None,
+        "kvscope.tenant": tenant or None,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

@@ -15,10 +15,9 @@ import numpy as np
 from observability.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from observability.engine.kv.table import BlockTable
     from observability.telemetry.requests import RequestTrace
+    from observability.telemetry.tracing import RequestSpan
 
 KVDtype = Literal["auto", "int8"]
 Scheme = Literal["int8", "int4"]
@@ -263,7 +262,7 @@ class Request:
     )
     tenant: str = ""
     session_id: str = ""
-    span: Span | None = None  # OpenTelemetry span that hears what happened to the request
+    span: RequestSpan | None = None  # OpenTelemetry span that hears what happens to the request
 
     limit: int = 0  # tokens it may generate: params.max_tokens, cut to what max_model_len leaves; 0 until added
     output: list[int] = field(default_factory=list)  # token ids; stays empty in virtual time

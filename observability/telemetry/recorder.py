@@ -14,16 +14,18 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf, isfinite, sqrt
-from typing import Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import numpy as np
-from opentelemetry.trace import get_current_span
 
 from observability import catalog as c
 from observability.telemetry import phases as p
 from observability.telemetry.cells import Cells, KVState, Published
 from observability.telemetry.requests import RequestRecord, RequestTrace
 from observability.telemetry.snapshot import Exemplar, Histograms, counters
+
+if TYPE_CHECKING:
+    from observability.telemetry.tracing import RequestSpan
 
 __all__ = ["KVState", "RequestRecord", "RequestTrace", "Telemetry"]
 
@@ -110,11 +112,16 @@ class Telemetry(Cells):
     # -- requests: the engine's thread ----------------------------------------------------------------------------
 
     def arrive(
-        self, request_id: str, request_class: str, prompt_tokens: int, arrival: float, trace_id: str = ""
+        self,
+        request_id: str,
+        request_class: str,
+        prompt_tokens: int,
+        arrival: float,
+        span: RequestSpan | None = None,
     ) -> RequestTrace:
         """The engine picks a request up, which has been queued since `arrival` (engine clock). Unknown classes are standard.
 
-        `trace_id` (32 hex digits; by default that of the current OpenTelemetry span, if one is recording) goes into exemplars.
+        `span` is told of its states and its end; the id of its trace, if that is kept, goes into exemplars.
         """
         if not (isinstance(arrival, int | float) and isfinite(arrival)):
             self._anomalies[p.NON_FINITE] += 1
@@ -125,11 +132,8 @@ class Telemetry(Cells):
                 arrival = self.last
             else:
                 self.lap_to(p.SCHEDULE, arrival)
-        if not trace_id:
-            span = get_current_span().get_span_context()
-            trace_id = f"{span.trace_id:032x}" if span.is_valid else ""
         class_index = _CLASS_INDEX.get(request_class, _STANDARD)
-        return RequestTrace(request_id, class_index, prompt_tokens, arrival, self.vector_at(arrival), trace_id)
+        return RequestTrace(request_id, class_index, prompt_tokens, arrival, self.vector_at(arrival), span)
 
     @_guarded
     def transition(self, trace: RequestTrace, state: int) -> None:
@@ -140,6 +144,8 @@ class Telemetry(Cells):
         self._leave(trace, self.last, self.seconds.copy())
         trace.state = state
         self._state_used[state] = True
+        if trace.span is not None:
+            trace.span.entered(state, self.last)
         if trace.scheduled is None and state == p.PREFILL:
             trace.scheduled = self.last
 
@@ -333,8 +339,11 @@ class Telemetry(Cells):
             trace.request_id, c.CLASSES[trace.class_index], trace.prompt_tokens, trace.cached_tokens, trace.generated,
             trace.arrival, scheduled, first, now, outcome, trace.preemptions,
             matrix.reshape(len(c.STATES), _COMPONENTS), trace.max_itl if trace.max_itl >= 0.0 else None, trace.degraded,
+            last,
         )  # fmt: skip
         self.finished.append(record)
+        if trace.span is not None:
+            trace.span.ended(record)
         if self.on_finish is not None:
             self.on_finish(record)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from observability import catalog as c
 from observability.telemetry.phases import QUEUED
+
+if TYPE_CHECKING:
+    from observability.telemetry.tracing import RequestSpan
 
 #: OpenMetrics allows 128 characters for all names and values of an exemplar's labels.
 _MAX_EXEMPLAR_ID = 100
@@ -32,6 +36,7 @@ class RequestRecord:
     matrix: np.ndarray  # float64 [STATES, COMPONENTS], seconds; sums to `finished - arrival`
     max_itl: float | None  # longest time between two of its tokens
     degraded: tuple[str, ...] = ()  # rules of the load controller under which it was served
+    last_token: float | None = None
 
 
 class RequestTrace:
@@ -40,11 +45,17 @@ class RequestTrace:
     __slots__ = (
         "arrival", "cached_tokens", "class_index", "degraded", "exemplar", "first_token", "generated", "last_token", "length_bucket",
         "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "request_id",
-        "scheduled", "since", "state",
+        "scheduled", "since", "span", "state",
     )  # fmt: skip
 
     def __init__(
-        self, request_id: str, class_index: int, prompt_tokens: int, arrival: float, mark: list[float], trace_id: str
+        self,
+        request_id: str,
+        class_index: int,
+        prompt_tokens: int,
+        arrival: float,
+        mark: list[float],
+        span: RequestSpan | None,
     ) -> None:
         self.request_id = request_id
         self.class_index = class_index
@@ -65,6 +76,8 @@ class RequestTrace:
         self.prefilled = False
         self.degraded: tuple[str, ...] = ()
         self.outcome: str | None = None
+        self.span = span  # hears of each state and of the end
         # Ids come from clients: one that an exemplar cannot hold is left out.
+        trace_id = span.trace_id if span is not None else ""
         label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)
         self.exemplar = (label,) if label[1] and len(label[1]) <= _MAX_EXEMPLAR_ID else ()

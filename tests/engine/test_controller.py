@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from observability.engine.controller import Controller
 from observability.engine.types import ControllerConfig, DegradeRecord, EngineConfig, Limits, Request
 from observability.telemetry.recorder import Telemetry
+from observability.telemetry.tracing import Tracing
 from tests.engine.support import make_request
 
 CONFIG = ControllerConfig()  # a look a second, windows of 30 s, patience 3
@@ -414,16 +415,21 @@ def test_the_span_of_a_degraded_request_hears_of_it():
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     bench = Bench()
     request = bench.request()
-    before = time.time()
-    with provider.get_tracer("test").start_as_current_span("request") as span:
-        request.span = span
-        bench.look(HIGH, affected=[request], looks=12)
-    (event,) = exporter.get_finished_spans()[0].events
-    assert event.name == "kvscope.degraded"
+    tracing = Tracing.of("tiny", lambda: bench.now, provider)
+    assert tracing is not None
+    request.span = tracing.call("chat", {}, None).start("r", "standard", bench.now)
+    bench.look(HIGH, affected=[request], looks=12)
+    bench.telemetry.finish(bench.telemetry.arrive("r", "standard", 8, bench.now, request.span), "abort", bench.now)
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    (event,) = [event for event in span.events if event.name == "kvscope.degraded"]
+    (degraded,) = request.degraded
     assert event.attributes is not None
-    assert event.attributes["kvscope.degrade_reason"] == "kv_utilization"
-    assert before <= event.attributes["kvscope.degrade_timestamp"] <= time.time()
-    assert event.timestamp / 1e9 == pytest.approx(event.attributes["kvscope.degrade_timestamp"], abs=0.1)
+    assert event.attributes["kvscope.degrade_reason"] == degraded.degrade_reason == "kv_utilization"
+    assert span.start_time is not None
+    assert abs(span.start_time / 1e9 - time.time()) < 60
+    assert event.timestamp - span.start_time == pytest.approx((degraded.degrade_timestamp - request.arrival) * 1e9)
+    assert event.attributes["kvscope.degrade_timestamp"] == pytest.approx(event.timestamp / 1e9, abs=1e-5)
 
 
 # -- a queue that answers to the limits ------------------------------------------------------------------------------------

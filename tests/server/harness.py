@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import openai
 import torch
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import TracerProvider
 
 from exporters.prometheus import metrics_app
 from observability.catalog import OUTCOMES
@@ -25,6 +27,7 @@ from observability.engine.server import ServerSettings, create_app
 from observability.engine.sessions import SessionStore, weights_fingerprint
 from observability.engine.types import EngineConfig
 from observability.telemetry.recorder import RequestRecord, Telemetry
+from observability.telemetry.tracing import Tracing
 from tests.conftest import wait_for
 
 torch.set_num_threads(1)
@@ -124,6 +127,8 @@ class serving:
         *,
         send_buffer: int | None = None,
         snapshots: Path | None = None,
+        tracers: TracerProvider | None = None,
+        meters: MeterProvider | None = None,
         **config: Any,
     ) -> None:
         self._settings = settings or ServerSettings(grace_seconds=2.0)
@@ -152,7 +157,8 @@ class serving:
                 max_bytes=1 << 30,
             )
         metrics = metrics_app(telemetry, self._settings.token)
-        app = create_app(thread, loaded, telemetry, self._settings, metrics, self._sessions)
+        self._tracing = Tracing.of(loaded.name, clock.now, tracers, meters)
+        app = create_app(thread, loaded, telemetry, self._settings, metrics, self._sessions, self._tracing)
         self._listener = listen("127.0.0.1", 0)
         if send_buffer is not None:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -175,3 +181,5 @@ class serving:
             self._sessions.close()
         if self.server.thread.alive:
             self.server.thread.stop()
+        if self._tracing is not None:
+            self._tracing.close()

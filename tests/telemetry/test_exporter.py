@@ -198,20 +198,6 @@ def test_an_id_that_an_exemplar_cannot_hold_is_left_out(request_id: str, label: 
     assert found == ([{"request_id": label}] * 2 if label else [])
 
 
-def test_an_exemplar_carries_the_trace_of_the_current_span() -> None:
-    from opentelemetry import trace as otel
-
-    context = otel.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=otel.TraceFlags(1))
-    b = Bench()
-    with otel.use_span(otel.NonRecordingSpan(context)):
-        trace = b.submit()
-    b.serve(trace)
-    text = render(b.t.snapshot(), openmetrics=True).decode()
-    assert {s.exemplar.labels["trace_id"] for m in parse_openmetrics(text) for s in m.samples if s.exemplar} == {
-        f"{0xABC:032x}"
-    }
-
-
 def test_promtool_finds_nothing_but_the_heatmaps_bucket_label(program: Callable[[str], str]) -> None:
     families = [
         *busy().t.snapshot(),
