@@ -174,7 +174,8 @@ def recorded_names() -> set[str]:
     return {r.name for group in recordings().values() for r in group}
 
 
-def _groups(area: str, rules: Sequence[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+def rule_groups(area: str, rules: Sequence[dict[str, Any]], kind: str) -> Iterator[dict[str, Any]]:
+    """Rule groups of at most MAX_RULES_PER_GROUP rules, in order."""
     parts = [rules[i : i + MAX_RULES_PER_GROUP] for i in range(0, len(rules), MAX_RULES_PER_GROUP)]
     for number, part in enumerate(parts, start=1):
         suffix = f"-{number}" if len(parts) > 1 else ""
@@ -190,17 +191,18 @@ _Dumper.add_representer(
 )
 
 
-def _yaml(groups: Sequence[dict[str, Any]]) -> str:
+def to_yaml(groups: Sequence[dict[str, Any]], source: str = "alerts/rules.py or observability/signals.py") -> str:
+    """Text of a rule file; `source` is where a reader should change it."""
     body = yaml.dump({"groups": list(groups)}, Dumper=_Dumper, sort_keys=False, width=10_000)
-    return f"# Made by `kvscope generate`; edit alerts/rules.py or observability/signals.py instead.\n{body}"
+    return f"# Made by `kvscope generate`; edit {source} instead.\n{body}"
 
 
 def recording_file() -> str:
     """Text of kvscope-recording.yml."""
     out: list[dict[str, Any]] = []
     for area, rules in recordings().items():
-        out += _groups(area, [{"record": r.name, "expr": r.expr} for r in rules], "recording")
-    return _yaml(out)
+        out += rule_groups(area, [{"record": r.name, "expr": r.expr} for r in rules], "recording")
+    return to_yaml(out)
 
 
 def alert_file(grafana_url: str = GRAFANA_URL) -> str:
@@ -221,4 +223,4 @@ def alert_file(grafana_url: str = GRAFANA_URL) -> str:
         }
         for a in ALERTS
     ]
-    return _yaml(list(_groups("engine", rules, "alerts")))
+    return to_yaml(list(rule_groups("engine", rules, "alerts")))

@@ -20,10 +20,11 @@ MAY_IMPORT = {
     "observability/store": {*DATA, "telemetry"},
     "observability/workload": {*DATA, "telemetry", "engine", "store"},
     "observability/forecast": {*DATA, "store"},
-    "observability/app": {*DATA, "store", "forecast", "supervise"},
-    "exporters": {*DATA, "telemetry"},
-    "alerts": DATA,
-    "dashboards": {*DATA, "alerts"},
+    "observability/app": {*DATA, "store", "forecast", "supervise", "adapters"},
+    "exporters": {*DATA, "telemetry", "adapters"},
+    "exporters/adapters": DATA,
+    "alerts": {*DATA, "adapters"},
+    "dashboards": {*DATA, "alerts", "adapters"},
 }
 
 
@@ -41,6 +42,8 @@ def parts_imported(path: Path) -> set[str]:
             top, _, rest = module.partition(".")
             if top == "observability":
                 found.add(rest.split(".")[0])
+            elif module.startswith("exporters.adapters"):  # tables of other engines: data, as signals are
+                found.add("adapters")
             elif top in ("exporters", "alerts", "dashboards"):
                 found.add(top)
     return found

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typer.core import TyperGroup
 
+from alerts import adapters
 from observability import catalog
 from observability.cli import root
 from observability.cli.route import metrics_of
@@ -28,6 +29,7 @@ from observability.engine.openai_types import GenerationBody
 from observability.engine.router import Router, RouterSettings
 from observability.engine.settings import parse_settings
 from observability.engine.types import ControllerConfig, DegradeRecord, EngineConfig
+from observability.signals import SIGNALS
 from tests.conftest import REPO
 
 PAGES = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
@@ -136,6 +138,7 @@ def test_every_command_line_in_the_docs_is_understood(page: Path) -> None:
 def test_every_metric_in_the_docs_is_exported() -> None:
     known = {name for family in catalog.FAMILIES for name in (family.name, family.series)}
     known |= {f.name + part for f in catalog.FAMILIES if f.kind == "histogram" for part in ("_sum", "_count")}
+    known |= {signal.name.split(":")[1] for signal in SIGNALS} | {adapters.CAPABILITY.split(":")[1]}
     of_router = router_families()
     for page in PAGES:
         unknown = set(re.findall(r"\bkvscope_[a-z0-9_]*[a-z0-9]\b", page.read_text())) - known - of_router

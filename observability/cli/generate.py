@@ -21,9 +21,10 @@ Examples:
 
 def generated_files(grafana_url: str | None = None) -> dict[str, str]:
     """Path below the output folder -> text, of every board and rule file and the reference of metrics."""
-    from alerts import rules
+    from alerts import adapters, rules
     from dashboards import kv_cache_p99, runbooks
     from dashboards.panels import write
+    from exporters.adapters.reference import page
     from observability.telemetry.reference import reference
 
     base = rules.GRAFANA_URL if grafana_url is None else grafana_url.rstrip("/")
@@ -33,6 +34,8 @@ def generated_files(grafana_url: str | None = None) -> dict[str, str]:
     files["docs/metrics.md"] = reference()
     files["alerts/generated/kvscope-recording.yml"] = rules.recording_file()
     files["alerts/generated/kvscope-alerts.yml"] = rules.alert_file(base)
+    files |= adapters.rule_files()
+    files["docs/adapters.md"] = page()
     return files
 
 
@@ -48,7 +51,7 @@ def _state(folder: Path, files: dict[str, str]) -> dict[str, str]:
     for parent in sorted({(folder / name).parent for name in files if "/generated/" in name}):
         for path in sorted(parent.glob("*")):
             name = path.relative_to(folder).as_posix()
-            if name not in files:
+            if name not in files and path.is_file():
                 state[name] = "unknown"
     return state
 

@@ -1,0 +1,58 @@
+"""The adapters, by engine, and what each of them, the bundled engine and the vLLM plug-in can feed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from exporters.adapters import dynamo, llamacpp, ray, sglang, tgi, triton, trtllm, vllm
+from exporters.adapters.capability import YES, Capability, no
+from exporters.adapters.promql import objective_of
+from exporters.adapters.table import Adapter
+from exporters.adapters.vllm_plugin import CAPABILITIES as VLLM_PLUGIN
+from observability.signals import BY_NAME
+
+ADAPTERS: Mapping[str, Adapter] = {
+    module.ADAPTER.engine: module.ADAPTER for module in (vllm, sglang, llamacpp, trtllm, triton, tgi, dynamo, ray)
+}
+BUNDLED = "kvscope"
+PLUGIN = "vllm-plugin"
+#: Column headings of the matrix, in order.
+TITLES: Mapping[str, str] = {
+    BUNDLED: "kvscope's engine",
+    PLUGIN: "vLLM with plug-in",
+    **{engine: adapter.title for engine, adapter in ADAPTERS.items()},
+}
+
+#: Reasons that hold for every engine without kvscope's telemetry, by a part of the signal's name.
+_NOWHERE = (
+    (":kvscope_request_phase_seconds:", "no split of a request's time is exported"),
+    ("kvscope_kv_hit", "no counters of hits and lookups are exported"),
+    ("kvscope_kv_region", "where blocks lie in memory is not exported"),
+    ("kvscope_kv_free_runs", "where blocks lie in memory is not exported"),
+    ("kvscope_kv_external_fragmentation", "where blocks lie in memory is not exported"),
+    ("kvscope_kv_layout_blocks", "layouts of blocks are a matter of kvscope's engine"),
+    ("kvscope_kv_internal_fragmentation", "no count of the tokens in blocks in use is exported"),
+    ("kvscope_kv_quantization", "no error of stored KV is measured"),
+    ("kvscope_telemetry_anomalies", "refused measurements are counted by kvscope's telemetry alone"),
+    ("kvscope_last_update_age", "no time of the last update is exported: a frozen gauge looks like a steady one"),
+    ("kvscope_step_seconds", "the engine's time by step component is not exported"),
+)
+
+
+def capability(engine: str, signal: str) -> Capability:
+    """Whether `engine` (a key of TITLES) can feed the signal of that name. Raises KeyError for names that there are not."""
+    known = BY_NAME[signal]
+    if engine == BUNDLED:
+        return YES
+    if engine == PLUGIN:
+        return VLLM_PLUGIN.get(signal, YES)
+    adapter = ADAPTERS[engine]
+    objective = objective_of(known)
+    if objective is not None and objective.name in adapter.latencies:
+        return adapter.latencies[objective.name][1]
+    if signal in adapter.feeds:
+        return adapter.feeds[signal].capability
+    for part, reason in (*adapter.lacks, *_NOWHERE):
+        if part in signal:
+            return no(reason)
+    return no(f"{adapter.title} exports nothing it could be worked out from")
