@@ -22,12 +22,25 @@ WINDOW = "5m"
 # -- expression nodes -----------------------------------------------------------------------------------------------
 
 
-Where = Mapping[str, str | tuple[str, ...]]
+@dataclass(frozen=True)
+class Not:
+    """In a selector: any value of a label but this one."""
+
+    value: str
+
+
+Where = Mapping[str, str | tuple[str, ...] | Not]
 
 
 def _selector(family: Family, where: Where) -> str:
-    match = ",".join(f'{k}="{v}"' if isinstance(v, str) else f'{k}=~"{"|".join(v)}"' for k, v in where.items())
+    match = ",".join(_matcher(label, wanted) for label, wanted in where.items())
     return family.series + (f"{{{match}}}" if match else "")
+
+
+def _matcher(label: str, wanted: str | tuple[str, ...] | Not) -> str:
+    if isinstance(wanted, Not):
+        return f'{label}!="{wanted.value}"'
+    return f'{label}="{wanted}"' if isinstance(wanted, str) else f'{label}=~"{"|".join(wanted)}"'
 
 
 def _operand(node: Node) -> str:
@@ -216,8 +229,12 @@ def _latency_signals() -> list[Signal]:
                 "ratio", OneMinus(Ratio(good, total, M)), M, UNIT,
             )
         )  # fmt: skip
-        overflow = OneMinus(Ratio(_rate(family, "model", le=str(float(family.bounds[-1]))), total, M))
+        # Buckets are cumulative: of the finite ones the last has the highest rate, the first the lowest, whatever their bounds.
+        finite = _sum(Rate(family, {"le": Not("+Inf")}), "model", "le")
+        overflow = OneMinus(Ratio(Aggregate("max", finite, M), total, M))
         out.append(Signal(f"model:{short}:overflow_ratio_rate5m", f"{objective.title}: share above the top bucket bound", "ratio", overflow, M, UNIT))  # fmt: skip
+        first = Ratio(Aggregate("min", finite, M), total, M)
+        out.append(Signal(f"model:{short}:first_bucket_ratio_rate5m", f"{objective.title}: share in the lowest bucket", "ratio", first, M, UNIT))  # fmt: skip
     return out
 
 

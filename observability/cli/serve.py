@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from observability.buckets import BucketPlan, bucket_plan
 from observability.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _DEFAULT_BLOCKS = 1024
 _DEFAULT_MAX_CONTEXT = 8192
 _SERVER, _KV, _BATCHING, _SESSIONS, _MECHANISMS = "Server", "KV cache", "Batching", "Sessions", "Mechanisms"
+_METRICS = "Metrics"
 #: Engine settings that have an option of their own.
 _OPTIONS = (
     "block_size",
@@ -118,6 +120,16 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    buckets: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SECONDS,...",
+            envvar="KVSCOPE_BUCKETS",
+            help="Bucket bounds of latency, inter_token or tail (the make-up of slow requests) in place of the default ones; may be given more than once. Thresholds of objectives are added. Every replica of a model needs the same.",
+            rich_help_panel=_METRICS,
+            show_default=False,
+        ),
+    ] = None,
     snapshot_dir: Annotated[
         Path | None,
         typer.Option(
@@ -155,6 +167,8 @@ def serve(
         kvscope serve --engine num_host_blocks=4096 --engine compaction_seconds=0.002 --engine controller=on
 
         kvscope serve tiny-mla --engine prefix_caching=off
+
+        kvscope serve --buckets latency=0.1,0.2,0.4,0.8,1.6,3.2,6.4 --buckets tail=0.8,1.6,3.2
     """
     token = (token or "").strip() or None
     if token is None and not insecure and not is_loopback(host):
@@ -167,6 +181,7 @@ def serve(
     memory = None if kv_memory is None else _bytes("--kv-memory", kv_memory)
     snapshot_bytes = _bytes("--snapshot-max-bytes", snapshot_max_bytes)
     mechanisms = _mechanisms(engine or [])
+    plan = bucket_plan(buckets or [])
 
     from observability.engine.http_server import listen
     from observability.engine.server import ServerSettings
@@ -190,7 +205,8 @@ def serve(
 
             loaded = load_model(model, device=device)
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
-        _run(loaded, config, ServerSettings(token=token, grace_seconds=grace), listener, snapshot_dir, snapshot_bytes)
+        settings = ServerSettings(token=token, grace_seconds=grace)
+        _run(loaded, config, settings, plan, listener, snapshot_dir, snapshot_bytes)
 
 
 def is_loopback(host: str) -> bool:
@@ -253,6 +269,7 @@ def _run(
     loaded: LoadedModel,
     config: EngineConfig,
     settings: ServerSettings,
+    buckets: BucketPlan,
     listener: socket.socket,
     snapshot_dir: Path | None,
     snapshot_bytes: int,
@@ -271,7 +288,15 @@ def _run(
     clock = MonotonicClock()
     stored = str(loaded.model.dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype
     device = str(loaded.model.device)
-    telemetry = Telemetry(loaded.name, executor="torch", virtual=False, device=device, kv_dtype=stored, clock=clock.now)
+    telemetry = Telemetry(
+        loaded.name,
+        executor="torch",
+        virtual=False,
+        device=device,
+        kv_dtype=stored,
+        clock=clock.now,
+        buckets=buckets,
+    )
     executor = TorchExecutor(loaded, config, telemetry, clock=clock)
     thread = EngineThread(Engine(config, executor, telemetry, loaded.eos_token_ids))
     sessions = None

@@ -22,6 +22,7 @@ from observability.signals import (
     Aggregate,
     Gauge,
     Node,
+    Not,
     OneMinus,
     Product,
     Quantile,
@@ -245,8 +246,7 @@ class _Compiler:
 
     def _select(self, family: Family, where: Where) -> tuple[list[Labels], np.ndarray]:
         def wanted(labels: Labels) -> bool:
-            allowed = {name: (value,) if isinstance(value, str) else value for name, value in where.items()}
-            return all(labels.get(name, "") in values for name, values in allowed.items())
+            return all(_matches(labels.get(name, ""), value) for name, value in where.items())
 
         found = [(i, dict(key[1])) for i, key in enumerate(self.columns) if key[0] == family.series]
         # In label order, as Prometheus reads series from its blocks, so that sums add in the same order: where a rank falls
@@ -286,6 +286,12 @@ class _Compiler:
             return Vector(np.bincount(member, means, len(groups)), np.bincount(member, used, len(groups)) > 0)
 
         return _Compiled(groups, run)
+
+
+def _matches(label: str, wanted: str | tuple[str, ...] | Not) -> bool:
+    if isinstance(wanted, Not):
+        return label != wanted.value
+    return label == wanted if isinstance(wanted, str) else label in wanted
 
 
 def _once(run: Callable[[_Samples], Vector]) -> Callable[[_Samples], Vector]:

@@ -16,13 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from observability import catalog as c
-from observability.telemetry.mechanisms import Mechanisms
+from observability.buckets import BucketPlan
+from observability.telemetry.mechanisms import COMPRESS, Mechanisms
 from observability.telemetry.phases import StepClock
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
 
 #: States that exist in every engine; the others get their series when a request first enters them.
 _ALWAYS_IN_USE = ("queued", "kv_wait", "prefill", "decode")
 _COMPONENTS = len(c.COMPONENTS)
+_KV_MOVE, _DEQUANT = c.COMPONENTS.index("kv_move"), c.COMPONENTS.index("dequant")
+#: KV that is stored as computed: nothing is dequantized.
+_EXACT_KV = ("auto", "float32", "bfloat16", "float16")
 _REJECTED = c.OUTCOMES.index("rejected")
 
 
@@ -84,7 +88,9 @@ class Published(NamedTuple):
 class Cells(StepClock):
     """Every value of one engine, by family. `engine_labels`: executor, clock, device, kv_dtype of kvscope_engine_info."""
 
-    def __init__(self, model: str, clock: Callable[[], float], engine_labels: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: str, clock: Callable[[], float], engine_labels: tuple[str, ...], buckets: BucketPlan
+    ) -> None:
         super().__init__(clock)
         self.model = model
         self._engine_labels = (model, *engine_labels, _version())
@@ -110,17 +116,18 @@ class Cells(StepClock):
         self._steps = [0.0] * len(c.STEP_KINDS)
         self._step_tokens = [0.0, 0.0]  # prefill, decode
         # Served requests by the highest tail bound that they exceed: not cumulative, cumulated when read.
-        self._tail_seconds = np.zeros((len(c.TAIL_BOUNDS), len(c.STATES) * _COMPONENTS))
-        self._tail_requests = np.zeros(len(c.TAIL_BOUNDS))
+        self._tail_bounds = buckets.tail
+        self._tail_seconds = np.zeros((len(buckets.tail), len(c.STATES) * _COMPONENTS))
+        self._tail_requests = np.zeros(len(buckets.tail))
         # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
         self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
         self._tier_used = [tier == "device" for tier in c.TIERS]
         self._layout_used = [layout in ("contiguous", "paged") for layout in c.LAYOUTS]
 
         by_class = [(model, name) for name in c.CLASSES]
-        self._duration = Histograms(c.REQUEST_DURATION, by_class, exemplars=True)
-        self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, exemplars=True)
-        self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class)
+        self._duration = Histograms(c.REQUEST_DURATION, by_class, bounds=buckets.latency, exemplars=True)
+        self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, bounds=buckets.latency, exemplars=True)
+        self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class, bounds=buckets.inter_token)
         self._step_duration = Histograms(c.STEP_DURATION, [(model, kind) for kind in c.STEP_KINDS])
         self._quant: dict[tuple[int, str, str], tuple[list[float], list[float], list[float], Histograms]] = {}
         self._layout = Layout(tuple(self._blocks()))
@@ -160,7 +167,7 @@ class Cells(StepClock):
         yield gauges(c.REQUESTS_WAITING, by_class, lambda g: g.waiting)
         yield counters(c.PREEMPTIONS, by_reason, self._preemptions)
 
-        above = [f"{bound:g}" for bound in c.TAIL_BOUNDS]
+        above = [f"{bound:g}" for bound in self._tail_bounds]
         tail = tuple(
             ("_total", (m, state, component, gt)) for gt in above for state in c.STATES for component in c.COMPONENTS
         )
@@ -242,10 +249,18 @@ class Cells(StepClock):
     def _read_tail_seconds(self) -> list[float]:
         # From the highest bound down, so that each sum adds the same non-decreasing terms in the same order: monotone.
         above = np.cumsum(self._tail_seconds[::-1], axis=0)[::-1].reshape(-1, len(c.STATES), _COMPONENTS)
-        if not all(self._state_used):
-            above[:, [not used for used in self._state_used]] = nan
+        above[:, [not used for used in self._state_used]] = nan
+        above[:, :, [not used for used in self._components_used()]] = nan
         flat: list[float] = above.ravel().tolist()
         return flat
+
+    def _components_used(self) -> list[bool]:
+        """Components that the engine's settings allow or that it has done; the rest has no series in the make-up."""
+        used = [True] * _COMPONENTS
+        quantized = self._engine_labels[4] not in _EXACT_KV or self.mechanisms.expects_move(COMPRESS)
+        used[_DEQUANT] = quantized or self.seconds[_DEQUANT] > 0.0
+        used[_KV_MOVE] = self.mechanisms.expects_move(*range(len(c.MOVES))) or self.seconds[_KV_MOVE] > 0.0
+        return used
 
     def _read_tail_requests(self) -> list[float]:
         counts: list[float] = np.cumsum(self._tail_requests[::-1])[::-1].tolist()

@@ -52,6 +52,10 @@ class Mechanisms:
             if on:
                 self._expected.add(name)
 
+    def expects_move(self, *moves: int) -> bool:
+        """Whether one of `moves` (indices in MOVES) can happen or has happened."""
+        return any(self._move_used[move] for move in moves)
+
     def moved(self, reason: int, blocks: int, seconds: float = 0.0) -> None:
         """`blocks` were moved (index in MOVES), for which the engine did nothing else for `seconds`."""
         self._move_used[reason] = True

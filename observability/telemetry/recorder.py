@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 import numpy as np
 
 from observability import catalog as c
+from observability.buckets import BucketPlan
 from observability.telemetry import phases as p
 from observability.telemetry.cells import Cells, KVState, Published
 from observability.telemetry.requests import RequestRecord, RequestTrace
@@ -39,6 +40,7 @@ _HOST = c.TIERS.index("host")
 _COMPONENTS = len(c.COMPONENTS)
 #: (tensor, layer group, scheme) combinations that get series of their own; more are folded into layer group `other`.
 _MAX_QUANT_KEYS = 64
+_DEFAULT_BUCKETS = BucketPlan()
 
 P = ParamSpec("P")
 
@@ -79,8 +81,9 @@ class Telemetry(Cells):
         wall_clock: Callable[[], float] = time.time,
         keep_finished: int = 1024,
         on_finish: Callable[[RequestRecord], None] | None = None,
+        buckets: BucketPlan = _DEFAULT_BUCKETS,
     ) -> None:
-        super().__init__(model, clock, (executor, "virtual" if virtual else "real", device, kv_dtype))
+        super().__init__(model, clock, (executor, "virtual" if virtual else "real", device, kv_dtype), buckets)
         self.finished: deque[RequestRecord] = deque(maxlen=keep_finished)
         self.on_finish = on_finish
         self._wall_clock = wall_clock
@@ -241,7 +244,7 @@ class Telemetry(Cells):
         """Counts weights[class] tokens that came `interval` after their predecessor."""
         if interval < 0.0:
             self._anomalies[p.NEGATIVE_INTERVAL] += sum(weights)
-        bucket = bisect_left(c.ITL_BOUNDS, interval)
+        bucket = bisect_left(self._itl.bounds, interval)
         cells, stride = self._itl.cells, self._itl.stride
         for i, weight in enumerate(weights):
             if weight:
@@ -278,7 +281,7 @@ class Telemetry(Cells):
         if bad.any():
             self._anomalies[p.NEGATIVE_INTERVAL] += int(np.count_nonzero(bad)) * len(traces)
             intervals = intervals[~bad]
-        counts = np.bincount(np.searchsorted(c.ITL_BOUNDS, intervals), minlength=len(c.ITL_BOUNDS) + 1)
+        counts = np.bincount(np.searchsorted(self._itl.bounds, intervals))
         used = [(int(i), int(counts[i])) for i in np.flatnonzero(counts)]
         total, longest = float(intervals.sum()), float(intervals.max(initial=-inf))
         weights, last, more = [0] * len(c.CLASSES), float(ends[-1]), len(ends) - 1
@@ -330,7 +333,7 @@ class Telemetry(Cells):
             else:
                 duration = now - trace.arrival
                 self._observe(self._duration, trace, duration)
-                slower_than = max(bisect_left(c.TAIL_BOUNDS, duration) - 1, 0)
+                slower_than = max(bisect_left(self._tail_bounds, duration) - 1, 0)
                 self._tail_requests[slower_than] += 1
                 self._tail_seconds[slower_than] += matrix
         elif not ordered:

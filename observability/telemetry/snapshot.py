@@ -114,11 +114,19 @@ class Histograms:
     the cells, which is atomic under the interpreter lock.
     """
 
-    def __init__(self, family: Family, label_sets: Iterable[tuple[str, ...]], *, exemplars: bool = False) -> None:
+    def __init__(
+        self,
+        family: Family,
+        label_sets: Iterable[tuple[str, ...]],
+        *,
+        bounds: tuple[float, ...] | None = None,
+        exemplars: bool = False,
+    ) -> None:
+        """`bounds` in place of those of the catalogue."""
         self.family = family
-        self.bounds = family.bounds
+        self.bounds = family.bounds if bounds is None else bounds
         self.label_sets = tuple(label_sets)
-        self.stride = len(family.bounds) + 2
+        self.stride = len(self.bounds) + 2
         self.cells: list[float] = [0] * (self.stride * len(self.label_sets))
         self.exemplars: list[Exemplar | None] | None = None
         if exemplars:
