@@ -50,6 +50,20 @@ ANOMALIES = (
 TIERS = ("device", "host")
 TENSORS = ("key", "value")
 
+#: GPU health and hardware targets (exporters/gpu). Kinds of errors, memory repairs and throttling are those of NVML.
+GPU_NVLINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
+GPU_REPAIRS = ("retired_corrected", "retired_uncorrected", "remapped_corrected", "remapped_uncorrected")
+GPU_REPAIR_FLAGS = ("retirement_pending", "remap_pending", "remap_failed")
+GPU_THROTTLES = ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
+GPU_CLOCK_REASONS = (
+    "gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown",
+    "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting",
+)  # fmt: skip
+GPU_PROFILED = ("sm", "tensor", "dram", "l2_hit")
+GPU_READ_FAILURES = ("not_supported", "no_permission", "gpu_lost", "timeout", "no_source", "error")
+HARDWARE_TARGETS = ("dram_active", "copy_compute_overlap", "l2_hit")
+COPY_OVERLAPS = ("hidden", "exposed")
+
 # -- bucket plans (upper bounds, seconds unless said) ------------------------------------------------------------------
 
 
@@ -372,6 +386,92 @@ SESSION_TOKENS = _counter(
     "kvscope_session_imported_tokens", "tokens", _M, "Prompt tokens whose KV came from another replica's snapshot."
 )
 
+# GPUs
+_G = ("gpu", "uuid", "mig")
+GPU = Family(
+    "kvscope_gpu", "info", "", (*_G, "name", "driver", "bus", "source"),
+    "A GPU, or an instance of one in MIG mode (mig=GPU instance/compute instance). source: nvml, or dcgm.",
+)  # fmt: skip
+GPU_LAST_READ = _gauge(
+    "kvscope_gpu_last_read_timestamp_seconds", "seconds", _G, "Unix time of the newest reading of a GPU. Its values are as old."
+)  # fmt: skip
+GPU_READ_FAILED = _counter(
+    "kvscope_gpu_read_failures", "reads", ("reason",),
+    "Reads that gave no value, by reason. What could not be read is absent. timeout: the driver did not answer in time.",
+)  # fmt: skip
+GPU_UTILIZATION = _gauge(
+    "kvscope_gpu_utilization_ratio", "ratio", (*_G, "unit"),
+    "Share of the driver's sample period with a kernel running (sm) or device memory being read or written (memory).",
+)  # fmt: skip
+GPU_PROFILED_RATIO = _gauge(
+    "kvscope_gpu_profiled_ratio", "ratio", (*_G, "unit"),
+    "From hardware counters: SMs busy, tensor cores active, memory interface active (dram), L2 hits (l2_hit). Absent where no profiler gives them.",
+)  # fmt: skip
+GPU_MEMORY = _gauge(
+    "kvscope_gpu_memory_bytes", "bytes", (*_G, "kind"), "Device memory: total, used, free, reserved (by driver and firmware)."
+)  # fmt: skip
+GPU_PCIE_RATE = _gauge(
+    "kvscope_gpu_pcie_bytes_per_second", "bytes per second", (*_G, "direction"), "PCIe traffic of the GPU: tx (sent), rx (received)."
+)  # fmt: skip
+GPU_PCIE_WIDTH = _gauge(
+    "kvscope_gpu_pcie_link_lanes", "lanes", (*_G, "bound"), "PCIe lanes: current, and max of card and slot."
+)
+GPU_PCIE_GENERATION = _gauge(
+    "kvscope_gpu_pcie_link_generation", "generation", (*_G, "bound"),
+    "PCIe generation: current (an idle GPU lowers it), and max of card and slot.",
+)  # fmt: skip
+GPU_PCIE_REPLAYS = _counter("kvscope_gpu_pcie_replays", "packets", _G, "PCIe packets sent again after an error.")
+GPU_NVLINK_LINKS = _gauge("kvscope_gpu_nvlink_links", "links", (*_G, "state"), "NVLink links: active, inactive.")
+GPU_NVLINK_FAULTS = _counter(
+    "kvscope_gpu_nvlink_errors", "errors", (*_G, "kind"), "NVLink errors by kind, over all links."
+)
+GPU_ECC = _counter(
+    "kvscope_gpu_ecc_errors", "errors", (*_G, "kind"), "Memory errors since the driver was loaded: corrected, uncorrected."
+)  # fmt: skip
+GPU_REPAIRED = _gauge(
+    "kvscope_gpu_memory_repairs", "repairs", (*_G, "kind"), "Pages retired or rows remapped over the card's life, by what was wrong."
+)  # fmt: skip
+GPU_REPAIR_FLAG = _gauge(
+    "kvscope_gpu_memory_repair_flag", "", (*_G, "flag"), "1: a repair waits for a reset of the GPU, or has failed."
+)  # fmt: skip
+GPU_XIDS = _counter("kvscope_gpu_xid_events", "events", (*_G, "xid"), "XID errors that the driver reported, by code.")
+GPU_LAST_XID = _gauge(
+    "kvscope_gpu_last_xid", "", _G, "Code of the newest XID error; 0: none since the source was started."
+)
+GPU_THROTTLED = _counter(
+    "kvscope_gpu_throttle_seconds", "seconds", (*_G, "reason"), "Time that clocks were held down, by reason."
+)  # fmt: skip
+GPU_CLOCK_REASON = _gauge(
+    "kvscope_gpu_clock_reason", "", (*_G, "reason"), "1: a reason why clocks are now below their highest."
+)  # fmt: skip
+GPU_POWER = _gauge(
+    "kvscope_gpu_power_watts", "watts", (*_G, "kind"), "Power: draw, limit (enforced now), default_limit."
+)
+GPU_ENERGY = _counter("kvscope_gpu_energy_joules", "joules", _G, "Energy used since the driver was loaded.")
+GPU_TEMPERATURE = _gauge("kvscope_gpu_temperature_celsius", "celsius", (*_G, "sensor"), "Temperature: gpu, memory.")
+GPU_TEMPERATURE_LIMIT = _gauge(
+    "kvscope_gpu_temperature_limit_celsius", "celsius", (*_G, "limit"), "Temperature at which clocks fall (slowdown) or the GPU stops (shutdown)."
+)  # fmt: skip
+GPU_CLOCK = _gauge(
+    "kvscope_gpu_clock_hertz", "hertz", (*_G, "domain", "bound"), "Clocks of sm and memory: current, max."
+)
+GPU_HEALTH = _gauge(
+    "kvscope_gpu_health_ratio", "ratio", _G, "1 less the penalties, at least 0; 1 is a GPU without a finding among what could be read."
+)  # fmt: skip
+GPU_PENALTY = _gauge(
+    "kvscope_gpu_health_penalty_ratio", "ratio", (*_G, "reason"),
+    "What a finding takes off the health; 0 where it was looked for and not found, absent where it cannot be told. docs/hardware.md lists the reasons.",
+)  # fmt: skip
+HARDWARE_TARGET = _gauge("kvscope_hardware_target_ratio", "ratio", ("target",), "What a hardware figure should exceed.")
+HARDWARE_STATUS = Family(
+    "kvscope_hardware_target", "info", "", ("target", "status", "reason"),
+    "Whether the figure of a target is measured here, or unavailable and why.",
+)  # fmt: skip
+KV_COPY_SECONDS = _counter(
+    "kvscope_kv_copy_seconds", "seconds", ("model", "overlap"),
+    "Time of copies between device and host memory, on the GPU's clock: hidden (a step was running) or exposed.",
+)  # fmt: skip
+
 # The exporter about itself
 ENGINE = Family(
     "kvscope_engine", "info", "", ("model", "executor", "clock", "device", "kv_dtype", "version"),
@@ -394,4 +494,6 @@ SCRAPE_SECONDS = _gauge("kvscope_scrape_render_seconds", "seconds", (), "Time th
 SCRAPE_SERIES = _gauge("kvscope_scrape_series", "series", (), "Series in the previous exposition.")
 
 FAMILIES: tuple[Family, ...] = tuple(v for v in dict(globals()).values() if isinstance(v, Family))
+#: Of GPUs and hardware, whether or not an engine runs on them.
+HOST_FAMILIES = tuple(f for f in FAMILIES if f.name.startswith(("kvscope_gpu", "kvscope_hardware")))
 BY_NAME: dict[str, Family] = {f.name: f for f in FAMILIES}

@@ -236,6 +236,8 @@ class Cells(StepClock):
         yield counters(c.STEP_TOKENS, [(m, "prefill"), (m, "decode")], self._step_tokens)
         yield from self.mechanisms.batching_blocks()
         yield from self.mechanisms.session_blocks()
+        _, _, clock, device, *_ = self._engine_labels
+        yield from self.mechanisms.copy_blocks(device, virtual=clock == "virtual")
         yield gauges(c.LAST_UPDATE, [(m, "engine")], lambda g: (g.unix_time,))
         yield counters(c.ANOMALIES_TOTAL, [(m, reason) for reason in c.ANOMALIES], self._anomalies)
         yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",)], self._folds)

@@ -27,6 +27,7 @@ class Mechanisms:
         self._moved = [0.0] * len(c.MOVES)
         self._move_seconds = [0.0] * len(c.MOVES)
         self._move_used = [False] * len(c.MOVES)
+        self._copy_seconds = [0.0] * len(c.COPY_OVERLAPS)
         self._recovered = [0.0]
         self._prefetched = [0.0] * len(c.PREFETCH_OUTCOMES)
         self._layout_changes = [0.0] * len(c.LAYOUTS)
@@ -43,12 +44,19 @@ class Mechanisms:
         self._spread = Histograms(c.PREFILL_SPREAD, by_model)
 
     def expect(
-        self, *, moves: Iterable[int] = (), prefetch: bool = False, controller: bool = False, sessions: bool = False
+        self,
+        *,
+        moves: Iterable[int] = (),
+        prefetch: bool = False,
+        controller: bool = False,
+        sessions: bool = False,
+        copies: bool = False,
     ) -> None:
         """These can happen from now on: their series exist."""
         for move in moves:
             self._move_used[move] = True
-        for name, on in (("prefetch", prefetch), ("controller", controller), ("sessions", sessions)):
+        flags = {"prefetch": prefetch, "controller": controller, "sessions": sessions, "copies": copies}
+        for name, on in flags.items():
             if on:
                 self._expected.add(name)
 
@@ -61,6 +69,11 @@ class Mechanisms:
         self._move_used[reason] = True
         self._moved[reason] += blocks
         self._move_seconds[reason] += max(seconds, 0.0)
+
+    def copied(self, hidden: float, exposed: float) -> None:
+        """Copies between device and host took so many seconds beside steps, and so many without one."""
+        self._copy_seconds[0] += hidden
+        self._copy_seconds[1] += exposed
 
     def recovered(self, blocks: int) -> None:
         """A slice of compaction made the longest allocatable run longer by `blocks`; less than 0 counts as 0."""
@@ -156,6 +169,24 @@ class Mechanisms:
         resumes = tuple(("_total", (m, outcome)) for outcome in c.SESSION_RESUMES)
         yield Block(c.SESSION_STARTS, resumes, lambda _: self._if_expected("sessions", self._resumes))
         yield Block(c.SESSION_TOKENS, (("_total", (m,)),), lambda _: self._if_expected("sessions", self._imported))
+
+    def copy_blocks(self, device: str, virtual: bool) -> Iterator[Block]:
+        """Copies beside steps, and whether they are measured: on a GPU with a host tier, from the first copy on."""
+        overlaps = tuple(("_total", (self._model, overlap)) for overlap in c.COPY_OVERLAPS)
+        yield Block(c.KV_COPY_SECONDS, overlaps, lambda _: self._if_expected("copies", self._copy_seconds))
+        never = "virtual_time" if virtual else "" if device.startswith("cuda") else "no_gpu"
+        reasons = (never,) if never else ("", "no_host_tier", "no_copies")
+        rows = tuple(
+            ("_info", ("copy_compute_overlap", "unavailable" if reason else "measured", reason)) for reason in reasons
+        )
+
+        def read(_: object) -> list[float]:
+            now = never or (
+                "no_host_tier" if "copies" not in self._expected else "" if any(self._copy_seconds) else "no_copies"
+            )
+            return [1.0 if reason == now else nan for reason in reasons]
+
+        yield Block(c.HARDWARE_STATUS, rows, read)
 
     def _where_used(self, values: list[float]) -> list[float]:
         return [value if used else nan for value, used in zip(values, self._move_used, strict=True)]

@@ -24,6 +24,16 @@ _LABELS: tuple[tuple[str, str], ...] = (
     ("kind (steps)", ", ".join(c.STEP_KINDS)),
     ("reason (preemptions)", ", ".join(c.PREEMPTION_REASONS)),
     ("reason (anomalies)", ", ".join(c.ANOMALIES)),
+    ("gpu, uuid, mig", "index and UUID of a GPU; its instance in MIG mode, else empty"),
+    ("kind (NVLink errors)", ", ".join(c.GPU_NVLINK_ERRORS)),
+    ("kind (memory repairs)", ", ".join(c.GPU_REPAIRS)),
+    ("flag", ", ".join(c.GPU_REPAIR_FLAGS)),
+    ("reason (throttle seconds)", ", ".join(c.GPU_THROTTLES)),
+    ("reason (clock reasons)", ", ".join(c.GPU_CLOCK_REASONS)),
+    ("unit (profiled)", ", ".join(c.GPU_PROFILED)),
+    ("reason (read failures)", ", ".join(c.GPU_READ_FAILURES)),
+    ("target", ", ".join(c.HARDWARE_TARGETS)),
+    ("overlap", ", ".join(c.COPY_OVERLAPS)),
 )
 
 _INTRODUCTION = """\

@@ -571,12 +571,13 @@ def test_an_unbounded_pool_has_no_capacity_no_free_blocks_and_no_regions() -> No
 OF_SWITCHED_OFF = {
     c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS, c.KV_COMPACTION_RECOVERED, c.KV_PREFETCH_BLOCKS, c.CONTROLLER_CHANGES,
     c.REQUESTS_DEGRADED, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS,
+    c.KV_COPY_SECONDS,
 }  # fmt: skip
 
 
 def test_counters_of_a_mechanism_exist_with_zero_once_it_is_on() -> None:
     b = Bench()
-    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True)
+    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True, copies=True)
     shown = {family: rows for family, rows in b.t.snapshot() if family in OF_SWITCHED_OFF}
     assert shown.keys() == OF_SWITCHED_OFF
     assert all(row.value == 0 for rows in shown.values() for row in rows)
@@ -586,7 +587,7 @@ def test_counters_exist_with_zero_from_the_start() -> None:
     b = Bench()
     names = {family.name for family, rows in b.t.snapshot() if any(row.suffix in ("_total", "_count") for row in rows)}
     expected = {f.name for f in c.FAMILIES if f.kind in ("counter", "histogram") and "quantization" not in f.name}
-    assert names == expected - {f.name for f in OF_SWITCHED_OFF}
+    assert names == expected - {f.name for f in (*OF_SWITCHED_OFF, *c.HOST_FAMILIES)}
     assert all(row.value == 0 for family, rows in b.t.snapshot() if family.kind != "info" for row in rows)
     states = {labels[1] for _, labels in rows_of(b.t.snapshot(), "kvscope_request_phase_seconds")}
     assert states == {"queued", "kv_wait", "prefill", "decode"}

@@ -34,6 +34,8 @@ OF_MECHANISMS = {
 }  # fmt: skip
 #: Written by the exporter, see test_exporter.
 OF_THE_EXPORTER = {c.SCRAPE_SECONDS, c.SCRAPE_SERIES}
+#: Of GPUs and copies to them, see tests/gpu.
+OF_GPUS = {*c.HOST_FAMILIES, c.KV_COPY_SECONDS}
 
 
 class Traffic:
@@ -118,7 +120,9 @@ def traffic() -> Traffic:
 
 
 @pytest.mark.parametrize(
-    "family", [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER | OF_MECHANISMS], ids=lambda f: f.name
+    "family",
+    [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER | OF_MECHANISMS | OF_GPUS],
+    ids=lambda f: f.name,
 )
 def test_every_family_changes_under_traffic(traffic: Traffic, family: c.Family) -> None:
     assert len(traffic.seen[family.name]) > 1, f"{family.name} never moved"

@@ -38,7 +38,7 @@ def busy() -> Bench:
     b.t.lookup(b.submit(), 96, 16)
     b.t.preempted(b.submit())
     b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
-    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True)
+    b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True, copies=True)
     b.t.mechanisms.limits(2048, 32)
     state = kv_state(free=60, evictable=1, active=3, stored=40)
     state = replace(state, compressed=(5, 2, 1), bytes_per_compressed_block=256, host=(9, 1, 0), fixed_bytes=512)
@@ -144,10 +144,8 @@ def test_the_reference_parsers_read_back_every_sample(openmetrics: bool) -> None
         for row in rows
     }
     assert parsed.keys() == expected.keys()
-    assert {f.name for f, _ in families} == {f.name for f in c.FAMILIES} - {
-        "kvscope_scrape_render_seconds",
-        "kvscope_scrape_series",
-    }
+    of_others = {"kvscope_scrape_render_seconds", "kvscope_scrape_series", *(f.name for f in c.HOST_FAMILIES)}
+    assert {f.name for f, _ in families} - {"kvscope_hardware_target"} == {f.name for f in c.FAMILIES} - of_others
     for key, row in expected.items():
         assert parsed[key].value == row.value
         if openmetrics and row.exemplar is not None:

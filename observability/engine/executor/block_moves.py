@@ -14,6 +14,7 @@ from torch import Tensor
 
 from observability.engine.executor.block_set import BlockSet
 from observability.engine.executor.host_blocks import HostBlocks, Transfer
+from observability.engine.executor.overlap import CopyOverlap
 from observability.engine.executor.rates import Rate
 from observability.engine.types import Payload
 
@@ -35,6 +36,11 @@ class BlockMoves:
             self.copy([(0, 0)])
         if self._host is not None:
             self._host.try_out()
+
+    @property
+    def overlap(self) -> CopyOverlap | None:
+        """Measures copies to and from the host; None where they do not run beside steps."""
+        return None if self._host is None else self._host.overlap
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies block to block (source, target), both of one kind; all sources are read before any target is written."""

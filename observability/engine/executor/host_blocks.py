@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from observability.engine.executor.block_set import BlockSet
+from observability.engine.executor.overlap import CopyOverlap
 from observability.engine.executor.rates import Rate
 from observability.engine.kv import codec
 
@@ -73,6 +74,7 @@ class HostBlocks:
             self._device
         )  # of a block of the first set, one way; on a GPU without packing, which is beside its work
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.overlap = CopyOverlap() if self._side is not None else None
         longest = max(blocks.bytes_per_block for blocks in sets)
         # empty: where it is not pinned, memory is taken as slots are first used
         self._rows = torch.empty((count, longest), dtype=torch.uint8, pin_memory=self._side is not None)
@@ -90,6 +92,8 @@ class HostBlocks:
             self.load(self._sets[0], [0], block).wait()
         self._kinds[0] = None
         self._packed.clear()
+        if self.overlap is not None:
+            self.overlap = CopyOverlap()
 
     def store(self, blocks: BlockSet, numbers: Tensor, slots: Sequence[int]) -> None:
         """Copies device blocks to slots. Returns when they may be written again."""
@@ -102,8 +106,7 @@ class HostBlocks:
                 self._put(blocks, slots, blocks.read(numbers))
             return
         rows = blocks.read(numbers)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side), self._measured(blocks, slots):
+        with self._beside(blocks, slots):
             if blocks.quantized:
                 pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
                 pinned.copy_(rows, non_blocking=True)
@@ -128,8 +131,7 @@ class HostBlocks:
             with self._measured(blocks, slots):
                 blocks.write(numbers, torch.stack([self._content(blocks, slot) for slot in slots]))
             return Transfer()
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side), self._measured(blocks, slots):
+        with self._beside(blocks, slots):
             rows = torch.empty((len(slots), blocks.bytes_per_block), dtype=torch.uint8, device=self._device)
             for row, slot in zip(rows, slots, strict=True):
                 row.copy_(self._content(blocks, slot), non_blocking=True)
@@ -142,6 +144,16 @@ class HostBlocks:
     @property
     def packed_slots(self) -> int:
         return len(self._packed)
+
+    @contextmanager
+    def _beside(self, blocks: BlockSet, slots: Sequence[int]) -> Iterator[None]:
+        """What is done in it runs on the stream of copies, after all that was launched before, and is measured."""
+        assert self._side is not None
+        assert self.overlap is not None
+        self.overlap.rebase()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side), self.overlap.copy(), self._measured(blocks, slots):
+            yield
 
     def _measured(self, blocks: BlockSet, slots: Sequence[int]) -> AbstractContextManager[None]:
         return self.moving.measure(len(slots) * blocks.bytes_per_block / self._sets[0].bytes_per_block)

@@ -46,7 +46,7 @@ class StepTimer:
     def shares(self) -> list[float]:
         """Share of each part in the time since begin(), by Part; sums to 1. Waits for the device."""
         if self._cuda:
-            torch.cuda.synchronize()
+            self._events[-1][1].synchronize()  # not the device: copies beside the step go on
             for (_, before), (part, after) in zip(self._events, self._events[1:], strict=False):
                 assert part is not None
                 self._seconds[part] += before.elapsed_time(after)

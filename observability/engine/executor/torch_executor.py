@@ -80,11 +80,16 @@ class TorchExecutor:
         self.kv_fixed_bytes_per_sequence = self.kv.fixed_bytes_per_sequence
         self._prefilling = Rate(torch.device("cpu"))  # a token; from shares of the step's time on the clock
         self._model.prepare(config.max_model_len)
+        self._overlap = self._moves.overlap
+        if self._overlap is not None and telemetry is not None:
+            telemetry.mechanisms.expect(copies=True)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, until: float | None = None) -> StepResult:
         """Runs the plan once; `until` and repeats are for virtual time."""
         started = self.clock.now()
+        if self._overlap is not None:
+            self._overlap.begin_step()
         self._timer.begin()
         batch, tokens, positions, rows, sampled = self._assemble(plan)
         self.kv.begin(batch)
@@ -107,6 +112,10 @@ class TorchExecutor:
             self._lap(self._telemetry, prefill, shares[Part.DEQUANT], started, forwarded)
             if sampled:
                 self._telemetry.lap_to(_SAMPLE, ended)
+        if self._overlap is not None:
+            self._overlap.end_step()
+            if self._telemetry is not None:
+                self._telemetry.mechanisms.copied(*self._overlap.take())
         self._report_errors()
         return StepResult(ends=np.array([ended]), tokens=ids)
 
