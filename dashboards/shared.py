@@ -12,13 +12,15 @@ TTFT_BURN, KV_EXHAUSTED, STALE = (alert.name for alert in rules.ALERTS)
 RECORDED = rules.recorded_names()
 
 #: One colour for each state and component, on every panel.
-STATE_COLORS = dict(zip(c.STATES, ("purple", "orange", "blue", "green", "red", "dark-yellow"), strict=True))
+STATE_COLORS = dict(
+    zip(c.SHOWN_STATES, ("purple", "orange", "blue", "green", "red", "dark-yellow", "light-purple"), strict=True)
+)
 COMPONENT_COLORS = {
     "schedule": "light-purple", "kv_alloc": "light-orange", "kv_evict": "dark-orange", "kv_move": "dark-yellow",
     "dequant": "light-red", "forward_prefill": "blue", "forward_decode": "green", "sample": "light-blue",
-    "emit": "light-green", "idle": "#808080",
+    "emit": "light-green", "idle": "#808080", c.UNTOLD: "light-yellow",
 }  # fmt: skip
-BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue"}
+BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue", c.ALLOCATABLE: "#808080"}
 #: Lengths are ordered: from pale to deep.
 LENGTH_COLORS = dict(
     zip(c.LENGTH_BUCKETS, ("#e0b400", "#7ad151", "#22a884", "#2a88ae", "#5b6abf", "#9b59b6"), strict=True)

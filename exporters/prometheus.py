@@ -12,7 +12,7 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -99,13 +99,21 @@ class TelemetryCollector(Collector):
         self._telemetry = telemetry
 
     def collect(self) -> Iterable[Metric]:
-        for family, rows in self._telemetry.snapshot():
-            metric = Metric(family.name, family.help, family.kind)
+        return metrics([({}, self._telemetry.snapshot())])
+
+
+def metrics(readings: Iterable[tuple[Mapping[str, str], list[FamilySamples]]]) -> Iterable[Metric]:
+    """prometheus_client's form of readings, one metric a family; each reading's labels go onto its samples."""
+    found: dict[str, Metric] = {}
+    for common, families in readings:
+        for family, rows in families:
+            metric = found.setdefault(family.name, Metric(family.name, family.help, family.kind))
             for suffix, values, value, exemplar in rows:
                 names = (*family.labels, "le") if suffix == "_bucket" else family.labels
                 attached = exemplar and ClientExemplar(dict(exemplar.labels), exemplar.value, exemplar.timestamp)
-                metric.add_sample(family.name + suffix, dict(zip(names, values, strict=True)), value, exemplar=attached)
-            yield metric
+                labels = {**common, **dict(zip(names, values, strict=True))}
+                metric.add_sample(family.name + suffix, labels, value, exemplar=attached)
+    return found.values()
 
 
 # -- HTTP -----------------------------------------------------------------------------------------------------------

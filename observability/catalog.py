@@ -20,11 +20,19 @@ COMPONENTS = (
     "schedule", "kv_alloc", "kv_evict", "kv_move", "dequant",
     "forward_prefill", "forward_decode", "sample", "emit", "idle",
 )  # fmt: skip
+#: Of foreign engines beside STATES: seconds between a client and the engine's own queue (tokenizing, transport, detokenizing).
+FRONTEND_STATE = "frontend"
+#: Component and class where a foreign engine does not say which one it was.
+UNTOLD = "unknown"
+SHOWN_STATES = (*STATES, FRONTEND_STATE)
+SHOWN_COMPONENTS = (*COMPONENTS, UNTOLD)
 #: Priority classes, highest first.
 CLASSES = ("interactive", "standard", "long_context")
 #: How a request can end. `stop` and `length` are successes.
 OUTCOMES = ("stop", "length", "abort", "error", "rejected", "deadline")
 BLOCK_STATES = ("free", "evictable", "active")
+#: State of blocks of foreign engines that do not tell free from evictable.
+ALLOCATABLE = "allocatable"
 LAYOUTS = ("contiguous", "paged", "compressed")
 #: kv_exhausted: the blocks were given up and are computed again; kv_swap: they went to the host and come back.
 PREEMPTION_REASONS = ("kv_exhausted", "kv_swap")
@@ -45,7 +53,7 @@ SESSION_RESUMES = (
 STEP_KINDS = ("prefill", "decode", "mixed")
 ANOMALIES = (
     "negative_interval", "negative_increment", "missing_milestone", "milestone_order", "clock_step", "duplicate_finish",
-    "non_finite", "record_error",
+    "non_finite", "record_error", "unreadable_field",
 )  # fmt: skip
 TIERS = ("device", "host")
 TENSORS = ("key", "value")
@@ -218,7 +226,8 @@ KV_RECOMPUTED_TOKENS = _counter(
 # KV pool
 KV_BLOCKS = _gauge(
     "kvscope_kv_blocks", "blocks", ("model", "state"),
-    "KV blocks by state: free, evictable (cached, in use by nobody), active (held by a request). Sums to the capacity.",
+    "KV blocks by state: free, evictable (cached, in use by nobody), active (held by a request). Sums to the capacity. "
+    "allocatable: free or evictable, from engines that do not tell them apart.",
 )  # fmt: skip
 KV_LAYOUT_BLOCKS = _gauge(
     "kvscope_kv_layout_blocks", "blocks", ("model", "layout"),
@@ -476,6 +485,10 @@ KV_COPY_SECONDS = _counter(
 ENGINE = Family(
     "kvscope_engine", "info", "", ("model", "executor", "clock", "device", "kv_dtype", "version"),
     "Which engine feeds this exporter. clock=virtual marks simulated time.",
+)  # fmt: skip
+SOURCE_FAMILY = Family(
+    "kvscope_source_family", "info", "", ("model", "source", "family", "status", "reason"),
+    "What a foreign engine can tell: each family of kvscope with status yes, partial or no, and why. A family with status no is absent.",
 )  # fmt: skip
 LAST_UPDATE = _gauge(
     "kvscope_last_update_timestamp_seconds", "seconds", ("model", "source"),

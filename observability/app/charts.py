@@ -24,15 +24,16 @@ SERIES = (BLUE, ORANGE, GREEN, PINK, VIOLET, OCHRE, STEEL, RED, OLIVE, GREY)
 
 #: A label value has one colour on every page.
 COLOURS: dict[str, str] = {
-    **dict(zip(catalog.STATES, (ORANGE, PINK, BLUE, GREEN, RED, VIOLET), strict=True)),
+    **dict(zip(catalog.SHOWN_STATES, (ORANGE, PINK, BLUE, GREEN, RED, VIOLET, OLIVE), strict=True)),
     **dict(
         zip(
-            catalog.COMPONENTS,
-            (OCHRE, VIOLET, PINK, STEEL, RED, BLUE, GREEN, OLIVE, ORANGE, GREY),
+            catalog.SHOWN_COMPONENTS,
+            (OCHRE, VIOLET, PINK, STEEL, RED, BLUE, GREEN, OLIVE, ORANGE, GREY, STEEL),
             strict=True,
         )
     ),
     **dict(zip(catalog.BLOCK_STATES, (GREY, STEEL, BLUE), strict=True)),
+    catalog.ALLOCATABLE: GREY,
     **dict(zip(catalog.LAYOUTS, (BLUE, ORANGE, GREEN), strict=True)),
     "P50": STEEL, "P90": BLUE, "P99": ORANGE,
     "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK, "deadline": VIOLET,

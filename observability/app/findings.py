@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from observability import catalog
 from observability.app.queries import Makeup
 from observability.app.units import percent, quantity
 from observability.objectives import KV_USAGE_WARNING
@@ -86,6 +87,19 @@ RULES: tuple[Rule, ...] = (
         "swapped", ANY, "They wait for KV blocks that come back from host memory.",
         ("Prefetch earlier, or give the device pool more blocks.",), "kv-cache",
     ),
+    # Foreign engines tell the state alone.
+    Rule(
+        "prefill", catalog.UNTOLD, "They are in prefill: their own prompt, or steps shared with the decode of others.",
+        ("Look at the hit rate by prompt length: which prompts miss?", "Compare the tokens of a step with the prompt lengths."), "kv-cache",
+    ),
+    Rule(
+        "decode", catalog.UNTOLD, "They decode: long outputs, or large batches and prefills of others that make each token slow.",
+        ("Compare ITL with its objective: over it, lower the number of running requests or the tokens of a step; under it, outputs are long.",), "",
+    ),
+    Rule(
+        "frontend", catalog.UNTOLD, "They wait outside the engine: tokenizing, transport or a blocked event loop of the API server.",
+        ("Add API server processes, or move tokenizing to the client.", "Look for a blocked event loop in the server."), "",
+    ),
 )  # fmt: skip
 
 #: Components that are the host's work around the model; when they dominate, the state matters less.
@@ -126,9 +140,12 @@ def explain(slow: Makeup, typical: Makeup | None, kv_usage: float | None) -> Fin
     evidence = [
         f"{percent(state_seconds / total)} of their {quantity(total, 'seconds')} is spent {_PLACE[state]}"
         f" ({quantity(state_seconds, 'seconds')}).",
-        f"{percent(component_seconds / state_seconds)} of that, {quantity(component_seconds, 'seconds')}, "
-        f"{_DOING[component]}.",
     ]
+    if component != catalog.UNTOLD:
+        evidence.append(
+            f"{percent(component_seconds / state_seconds)} of that, {quantity(component_seconds, 'seconds')}, "
+            f"{_DOING[component]}."
+        )
     if typical is not None and typical.q < slow.q:
         growth = by_state - typical.matrix.sum(axis=1)
         grown = str(growth.idxmax())
@@ -152,6 +169,7 @@ _PLACE = {
     "decode": "in decode",
     "preempted": "preempted",
     "swapped": "swapped out",
+    "frontend": "outside the engine",
 }
 _DOING = {
     "schedule": "while the engine scheduled",
@@ -176,7 +194,8 @@ def _rule(state: str, component: str, overall_component: str, kv_usage: float | 
     for rule in RULES:
         if rule.state == state and rule.component in (ANY, component) and rule.if_kv_full in (None, full):
             return rule
+    doing = f", {_DOING[component]}" if component != catalog.UNTOLD else ""
     return Rule(
-        state, component, f"Most of their time is {_PLACE[state]}, {_DOING[component]}.",
+        state, component, f"Most of their time is {_PLACE[state]}{doing}.",
         ("Compare with a quiet time of the same load.",), "",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from observability.app.units import setting
 from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
 
 QUANTILES = {"P99": 0.99, "P90": 0.9, "P50": 0.5}
-ORDERS: dict[By, Sequence[str]] = {"state": catalog.STATES, "component": catalog.COMPONENTS}
+ORDERS: dict[By, Sequence[str]] = {"state": catalog.SHOWN_STATES, "component": catalog.SHOWN_COMPONENTS}
 
 
 def slowest(q: float) -> str:

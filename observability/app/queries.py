@@ -296,7 +296,7 @@ def makeup_now(source: SeriesSource, view: View, q: float) -> Makeup | None:
     rows = at_newest(frame)
     matrix = rows.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True)
     # A part that has no series never took time: the parts still add up to the latency.
-    matrix = matrix.reindex(index=list(catalog.STATES), columns=list(catalog.COMPONENTS)).fillna(0.0)
+    matrix = matrix.reindex(index=list(catalog.SHOWN_STATES), columns=list(catalog.SHOWN_COMPONENTS)).fillna(0.0)
     return Makeup(q, rows["time"].iloc[0], matrix)
 
 

@@ -28,6 +28,7 @@ CLOCK_STEP = ANOMALIES.index("clock_step")
 DUPLICATE_FINISH = ANOMALIES.index("duplicate_finish")
 NON_FINITE = ANOMALIES.index("non_finite")
 RECORD_ERROR = ANOMALIES.index("record_error")
+UNREADABLE_FIELD = ANOMALIES.index("unreadable_field")
 
 #: Steps whose start is remembered, for requests that arrived before the step in which they are picked up.
 _MARKS = 8
