@@ -19,7 +19,8 @@ from observability.signals import BY_NAME, SIGNALS, WINDOW, Aggregate, Gauge, Ra
 #: Where Grafana is reached from a browser; the compose file publishes it here. `kvscope generate --grafana-url` changes it.
 GRAFANA_URL = "http://127.0.0.1:3000"
 BOARD_UID = "kvscope-kv-cache-p99"
-#: The scrape job of deploy/prometheus.yml; KvscopeSourceStale tells by it which targets are ours.
+#: The scrape job of deploy/prometheus.yml; KvscopeSourceStale tells by it which targets are ours. Jobs of other engines add a dash and
+#: the engine's name (`kvscope scrape-config`).
 JOB = "kvscope"
 INTERVAL = "15s"
 MAX_RULES_PER_GROUP = 20
@@ -72,6 +73,7 @@ _TTFT = c.TIME_TO_FIRST_TOKEN.name
 TTFT_ERROR_RATIO = f"model:{_TTFT}:error_ratio_rate{WINDOW}"
 TTFT_ERROR_RATIO_LONG = f"model:{_TTFT}:error_ratio_rate{LONG_WINDOW}"
 TTFT_REQUESTS_LONG = f"model:{_TTFT}:increase{LONG_WINDOW}"
+RUNNING = "model:kvscope_requests_running:sum"
 INSTANCE_KV_USAGE = "model_instance:kvscope_kv_usage:ratio"
 INSTANCE_WAITING = "model_instance:kvscope_requests_waiting:sum"
 INSTANCE_AGE = "model_instance:kvscope_last_update_age:seconds"
@@ -104,8 +106,8 @@ ALERTS = (
         severity="critical",
         expr=(
             f"{TTFT_ERROR_RATIO_LONG} > {_PAGE_RATIO:g}\n"
-            f"and on (model) {TTFT_ERROR_RATIO} > {_PAGE_RATIO:g}\n"
-            f"and on (model) {TTFT_REQUESTS_LONG} >= {MIN_REQUESTS}"
+            f"and on (model, engine) {TTFT_ERROR_RATIO} > {_PAGE_RATIO:g}\n"
+            f"and on (model, engine) {TTFT_REQUESTS_LONG} >= {MIN_REQUESTS}"
         ),
         hold="2m",
         keep_firing="5m",
@@ -120,7 +122,9 @@ ALERTS = (
     Alert(
         name="KvscopeKVCacheExhausted",
         severity="warning",
-        expr=(f"{INSTANCE_KV_USAGE} > {o.KV_USAGE_CRITICAL:g}\nand on (model, instance) {INSTANCE_WAITING} > 0"),
+        expr=(
+            f"{INSTANCE_KV_USAGE} > {o.KV_USAGE_CRITICAL:g}\nand on (model, instance, engine) {INSTANCE_WAITING} > 0"
+        ),
         hold="2m",
         keep_firing="5m",
         summary="The KV cache is full while requests wait.",
@@ -134,7 +138,10 @@ ALERTS = (
         name="KvscopeSourceStale",
         severity="critical",
         expr=(
-            f'{INSTANCE_AGE} > {o.STALE_AFTER_SECONDS:g}\nor up{{job="{JOB}"}} == 0\nor absent({c.LAST_UPDATE.name})'
+            f"{INSTANCE_AGE} > {o.STALE_AFTER_SECONDS:g}\n"
+            f'or up{{job=~"{JOB}(-.+)?"}} == 0\n'
+            # engines read through adapters have no time of the last update, but they have running requests, be it 0
+            f"or absent({c.LAST_UPDATE.name}) unless on () {RUNNING}"
         ),
         hold="2m",
         keep_firing="1m",
@@ -143,7 +150,7 @@ ALERTS = (
             "{{ if $labels.model }}The telemetry of {{ $labels.model }} on {{ $labels.instance }} last wrote "
             "{{ $value | humanizeDuration }} ago"
             "{{ else if $labels.instance }}{{ $labels.instance }} does not answer scrapes (up is {{ $value }})"
-            "{{ else }}Prometheus knows no kvscope source at all (absent is {{ $value }}){{ end }}; "
+            "{{ else }}Prometheus knows no kvscope source and no other engine at all (absent is {{ $value }}){{ end }}; "
             f"values older than {o.STALE_AFTER_SECONDS:g} s say nothing about now, and the other alerts are blind."
         ),
         labels_kept=("model", "instance", "job"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import yaml
@@ -138,3 +139,21 @@ def test_both_forms_of_a_colon_are_read_and_both_names_of_a_renamed_family() -> 
         assert name in usage
     assert usage.index("vllm:kv_cache_usage_perc") < usage.index("vllm:gpu_cache_usage_perc")
     assert "ray_vllm_kv_cache_usage_perc" in recorded("ray")["model:kvscope_kv_usage:ratio"]
+
+
+CASES = sorted((REPO / "alerts/tests/adapters").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_promtool_gets_the_values_worked_out_by_hand(program: Callable[[str], str], path: Path) -> None:
+    done = subprocess.run([program("promtool"), "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_every_series_of_an_engine_has_a_value_worked_out_by_hand(engine: str) -> None:
+    [test] = yaml.safe_load((REPO / f"alerts/tests/adapters/{engine}.yml").read_text())["tests"]
+    cases = test["promql_expr_test"]
+    tested = {s.name for case in cases for s, _ in selectors(case["expr"])} - {adapters.CAPABILITY}
+    assert tested == set(recorded(engine))
+    assert all(case["exp_samples"] for case in cases)
