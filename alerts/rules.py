@@ -139,7 +139,7 @@ ALERTS = (
         severity="critical",
         expr=(
             f"{INSTANCE_AGE} > {o.STALE_AFTER_SECONDS:g}\n"
-            f'or up{{job=~"{JOB}(-.+)?"}} == 0\n'
+            f'or up{{job=~"{JOB}|{JOB}-.+"}} == 0\n'
             # engines read through adapters have no time of the last update, but they have running requests, be it 0
             f"or absent({c.LAST_UPDATE.name}) unless on () {RUNNING}"
         ),

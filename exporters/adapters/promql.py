@@ -82,15 +82,17 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
         bucket_record(objective),
         f"sum by (model, le) ({vector(adapter, source.of, window=WINDOW, suffix='_bucket')})",
     )
-    # Buckets are cumulative: the least is the first, the largest counts all. Where the quantile lies in the first bucket the factor
-    # lifts it to that bucket's bound, which it is at most; beyond the last bound histogram_quantile gives that bound by itself.
-    first = f"min by (model) ({buckets}) / max by (model) ({buckets})"
+    # Buckets are cumulative: the least is the first, the largest counts all.
+    finite, total = f'{bucket_record(objective)}{{{engine},le!="+Inf"}}', f"max by (model) ({buckets})"
+    lowest = f"model:{name}:first_bucket_ratio_rate{WINDOW}"
+    yield lowest, f"min by (model) ({finite}) / {total}"
+    # Where the quantile lies in the first bucket the factor lifts it to that bucket's bound, which it is at most; beyond the last
+    # bound histogram_quantile gives that bound by itself.
     for q in QUANTILES:
-        inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({first} / {q:g}, 1)"
+        inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({lowest}{{{engine}}} / {q:g}, 1)"
         yield f"model:{name}:p{q * 100:g}_5m", _scaled(inside, source.of.scale, compound=True)
     yield f"model:{name}:error_ratio_rate{WINDOW}", slow_share(adapter, objective, source, WINDOW)
-    finite = f'max by (model) ({bucket_record(objective)}{{{engine},le!="+Inf"}})'
-    yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - {finite} / max by (model) ({buckets})"
+    yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - max by (model) ({finite}) / {total}"
 
 
 def slow_share(adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str) -> str:
