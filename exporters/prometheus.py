@@ -27,9 +27,9 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from exporters.together import Source
 from observability import catalog as c
 from observability.errors import ServiceError
-from observability.telemetry.recorder import Telemetry
 from observability.telemetry.snapshot import Exemplar, FamilySamples, Row
 
 Scope = MutableMapping[str, Any]
@@ -95,7 +95,7 @@ def _exemplar_text(exemplar: Exemplar) -> str:
 class TelemetryCollector(Collector):
     """Families of `telemetry` for a prometheus_client registry. Exemplars show where that registry speaks OpenMetrics."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Source) -> None:
         self._telemetry = telemetry
 
     def collect(self) -> Iterable[Metric]:
@@ -148,7 +148,7 @@ class MetricsApp:
     queue work. With `token`, requests need `Authorization: Bearer <token>`.
     """
 
-    def __init__(self, telemetry: Telemetry, token: str | None = None) -> None:
+    def __init__(self, telemetry: Source, token: str | None = None) -> None:
         self._telemetry = telemetry
         self._authorization = f"Bearer {token}".encode() if token else None
         self._rendering: dict[bool, asyncio.Task[bytes]] = {}
@@ -194,7 +194,7 @@ class MetricsApp:
         return body
 
 
-def metrics_app(telemetry: Telemetry, token: str | None = None) -> MetricsApp:
+def metrics_app(telemetry: Source, token: str | None = None) -> MetricsApp:
     """ASGI application for /metrics; see MetricsApp."""
     return MetricsApp(telemetry, token)
 
@@ -224,9 +224,7 @@ class Exporter:
         self.stop()
 
 
-def start_exporter(
-    telemetry: Telemetry, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None
-) -> Exporter:
+def start_exporter(telemetry: Source, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> Exporter:
     """Serves `telemetry` at http://host:port/metrics from a thread of its own; port 0 takes a free one.
 
     For engines that have no HTTP server. Raises ServiceError if the address cannot be taken.

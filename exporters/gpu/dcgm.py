@@ -146,8 +146,8 @@ def parse(text: str) -> Reading:
                     codes = xids.setdefault(at, [])
                     if sample.value > 0:
                         codes.append(labels.get("xid", "0"))
-                elif not _take(gpu, sample.name, sample.value, family.documentation):
-                    continue
+                else:  # the parser adds _total to what DCGM types as a counter
+                    _take(gpu, sample.name.removesuffix("_total"), sample.value, family.documentation)
     except ValueError as error:
         raise SourceUnavailable("error", f"This is no Prometheus exposition: {error}.") from None
     for at, gpu in gpus.items():
@@ -159,22 +159,18 @@ def parse(text: str) -> Reading:
     return Reading(sorted(gpus.values(), key=lambda gpu: (int(gpu.index), gpu.mig)), failures)
 
 
-def _take(gpu: GpuReading, name: str, value: float, help: str) -> bool:
-    """Puts one sample where it belongs; False for one that is not known."""
+def _take(gpu: GpuReading, name: str, value: float, help: str) -> None:
+    """Puts one sample where it belongs; one that is not known, or whose unit is not told, is left out."""
     if name in FIELDS:
         key, factor = FIELDS[name]
         gpu.put(key, value * factor)
     elif name in _VIOLATIONS:
         factor = 1e-9 if "in ns" in help else 1e-6 if "in us" in help else 0.0
-        if factor == 0.0:
-            return False
-        gpu.put(f"throttled/{_VIOLATIONS[name]}", value * factor)
+        if factor:
+            gpu.put(f"throttled/{_VIOLATIONS[name]}", value * factor)
     elif name in _REASONS:
         for i, reason in enumerate(c.GPU_CLOCK_REASONS):
             gpu.put(f"clock_reason/{reason}", float(int(value) >> i & 1))
-    else:
-        return False
-    return True
 
 
 def _bus(text: str) -> str:

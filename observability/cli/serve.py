@@ -275,7 +275,11 @@ def _run(
     snapshot_bytes: int,
 ) -> None:
     """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
+    from exporters.gpu.nvml import NvmlSource
+    from exporters.gpu.sampler import GpuSampler
     from exporters.prometheus import metrics_app
+    from exporters.together import Together
+    from observability.cli.gpu import tell
     from observability.engine.clock import MonotonicClock
     from observability.engine.engine import Engine
     from observability.engine.executor.torch_executor import TorchExecutor
@@ -311,14 +315,17 @@ def _run(
             kv_scheme=stored,
             max_bytes=snapshot_bytes,
         )
+    gpus = GpuSampler(NvmlSource(), on_change=tell)
+    metrics = metrics_app(Together([telemetry, gpus]), settings.token)
     tracing = Tracing.of(loaded.name, clock.now)
-    app = create_app(thread, loaded, telemetry, settings, metrics_app(telemetry, settings.token), sessions, tracing)
+    app = create_app(thread, loaded, telemetry, settings, metrics, sessions, tracing)
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
     host, port = listener.getsockname()[:2]
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     with quiet_signals():
         thread.start()
+        gpus.start()
         try:
             typer.echo(
                 f"{loaded.name} on {device}: context {config.max_model_len} tokens, "
@@ -327,6 +334,7 @@ def _run(
             )
             HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds).run(sockets=[listener])
         finally:
+            gpus.stop()
             if sessions is not None:
                 sessions.close()
             try:

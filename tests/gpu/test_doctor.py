@@ -22,7 +22,7 @@ def by_name(checks: list[Check], name: str) -> Check:
 
 
 def doctor(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from observability.cli import main; main()", "doctor", *options]
+    command = [sys.executable, "-m", "observability.cli", "doctor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
 
 
