@@ -64,7 +64,7 @@ class Subject:
             self.life()
         for tensor in (0, 1):
             for group in ("0-9", "10-19", "20-29"):
-                self.t.quant_error(tensor, group, "int8", 0.01, 100.0, 64)
+                self.t.quant_error(tensor, group, "int8", 0.01, 100.0, 0.05, 64)
         self.t.publish(pool(), [0, 8, 0], [1, 2, 0])
 
     def arrive(self, request_class: str = "standard") -> RequestTrace:

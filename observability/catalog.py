@@ -103,6 +103,9 @@ RELATIVE_ERROR_BOUNDS = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.016, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0,
 )  # fmt: skip
 
+#: Of a block's largest error over the RMS of its exact values.
+MAXIMUM_ERROR_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.125, 0.2, 0.315, 0.5, 0.8, 1.25, 2.0)
+
 #: Prompt-length buckets in tokens: lower bounds, upper bound excluded.
 LENGTH_BOUNDS = (0, 2048, 8192, 32768, 131072, 524288)
 LENGTH_BUCKETS = ("0-2K", "2K-8K", "8K-32K", "32K-128K", "128K-512K", "512K+")
@@ -331,6 +334,38 @@ KV_QUANT_ELEMENTS = _counter(
 KV_QUANT_RELATIVE = _histogram(
     "kvscope_kv_quantization_relative_error", "ratio", _Q,
     "Relative RMS error sqrt(sum of squared error / sum of squared signal), one sample a measured block.", RELATIVE_ERROR_BOUNDS,
+)  # fmt: skip
+KV_QUANT_MAXIMUM = _histogram(
+    "kvscope_kv_quantization_maximum_error_ratio", "ratio", _Q,
+    "Largest |dequantized - exact| over the RMS of the exact values, one sample a measured block.", MAXIMUM_ERROR_BOUNDS,
+)  # fmt: skip
+
+# Quantized KV against exact KV: on sampled decode steps one sequence is also run with the exact values of its quantized blocks
+_QL = ("model", "layer_group", "scheme")
+_QS = ("model", "scheme")
+KV_QUANT_ATTENTION_ERROR = _counter(
+    "kvscope_kv_quantization_attention_squared_error", "squared units", _QL,
+    "Sum of squared (attention output over stored KV - over exact KV, for the same queries), all heads of sampled layers.",
+)  # fmt: skip
+KV_QUANT_ATTENTION_SIGNAL = _counter(
+    "kvscope_kv_quantization_attention_squared_signal", "squared units", _QL,
+    "Sum of squared attention output over exact KV, over the same elements.",
+)  # fmt: skip
+KV_QUANT_COMPARED = _counter(
+    "kvscope_kv_quantization_compared_tokens", "tokens", _QS,
+    "Decoded tokens whose logits were also computed with the exact values of all quantized blocks.",
+)  # fmt: skip
+KV_QUANT_AGREED = _counter(
+    "kvscope_kv_quantization_agreed_tokens", "tokens", _QS, "Of the compared tokens, those whose likeliest token is the same."
+)  # fmt: skip
+KV_QUANT_DIVERGENCE = _counter(
+    "kvscope_kv_quantization_divergence_nats", "nats", _QS,
+    "Sum over the compared tokens of KL(exact || stored), the divergence of the distributions that their logits give.",
+)  # fmt: skip
+REQUEST_QUANT_ERROR = _histogram(
+    "kvscope_request_quantization_error_ratio", "ratio", _QS,
+    "Accumulated over a request's compared tokens: sqrt(sum of squared attention error / sum of squared signal). One sample an ended "
+    "request with at least one compared token.", RELATIVE_ERROR_BOUNDS,
 )  # fmt: skip
 
 # Step loop

@@ -34,7 +34,29 @@ LATENCY_OBJECTIVES = (TTFT, ITL, E2E)
 #: Share of the KV pool held by running requests above which the next long prompt is likely to wait or preempt.
 KV_USAGE_WARNING = 0.85
 KV_USAGE_CRITICAL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationBudget:
+    """What quantized KV may cost in accuracy. The first two are relative RMS errors; `attention_error`, which is also what one
+    sequence may accumulate, is a bucket bound of kvscope_request_quantization_error_ratio."""
+
+    stored_error: float  # of keys and values, of any layer group
+    attention_error: float  # of the attention output
+    agreed: float  # least share of tokens whose likeliest token stays the same
+    divergence_nats: float  # mean KL(exact || stored) a token
+    sequences_over: float  # share of sequences above attention_error
+
+    def __post_init__(self) -> None:
+        if self.attention_error not in catalog.REQUEST_QUANT_ERROR.bounds:
+            raise ValueError(f"{self.attention_error} is not a bucket bound of {catalog.REQUEST_QUANT_ERROR.name}")
+
+
+#: int8 of SmolLM2-135M is within it, int4 is not.
+QUANTIZATION_BUDGET = QuantizationBudget(
+    stored_error=0.02, attention_error=0.02, agreed=0.99, divergence_nats=0.001, sequences_over=0.01
+)
 #: Relative RMS error of stored KV that greedy decoding tolerates in practice (int8 sits near 0.005 to 0.01).
-QUANT_ERROR_WARNING = 0.02
+QUANT_ERROR_WARNING = QUANTIZATION_BUDGET.stored_error
 #: A source that has not written for this long is frozen.
 STALE_AFTER_SECONDS = 60.0

@@ -13,7 +13,7 @@ from typing import Literal
 
 from observability import catalog as c
 from observability.catalog import Family
-from observability.objectives import LATENCY_OBJECTIVES
+from observability.objectives import LATENCY_OBJECTIVES, QUANTIZATION_BUDGET
 
 WINDOW_SECONDS = 300
 WINDOW = "5m"
@@ -123,6 +123,16 @@ class Sqrt:
 
 
 @dataclass(frozen=True)
+class Decibel:
+    """10 log10 of a ratio of powers; infinite (no value in a store) where the ratio is."""
+
+    of: Node
+
+    def promql(self) -> str:
+        return f"10 * log10({self.of.promql()})"
+
+
+@dataclass(frozen=True)
 class Product:
     """`left` * `right`, matched on `on`; `right` has exactly these labels."""
 
@@ -164,7 +174,7 @@ class TailMean:
         return f"sum by ({', '.join(self.by)}) ({seconds} / on (model, gt) group_left () ({tail}))"
 
 
-Node = Gauge | Rate | Aggregate | Quantile | Ratio | OneMinus | Sqrt | Product | Age | TailMean
+Node = Gauge | Rate | Aggregate | Quantile | Ratio | OneMinus | Sqrt | Decibel | Product | Age | TailMean
 
 
 # -- signals --------------------------------------------------------------------------------------------------------
@@ -177,7 +187,18 @@ class Signal:
     name: str
     title: str
     unit: Literal[
-        "seconds", "ratio", "requests/s", "tokens/s", "blocks/s", "requests", "blocks", "bytes", "tokens", "1/s"
+        "seconds",
+        "ratio",
+        "requests/s",
+        "tokens/s",
+        "blocks/s",
+        "requests",
+        "blocks",
+        "bytes",
+        "tokens",
+        "1/s",
+        "dB",
+        "nats",
     ]
     expr: Node
     by: tuple[str, ...]
@@ -205,6 +226,8 @@ ML = ("model", "length_bucket")
 MR = ("model", "region")
 MP = ("model", "component")
 MQ = ("model", "tensor", "layer_group", "scheme")
+MGS = ("model", "layer_group", "scheme")
+MS = ("model", "scheme")
 QUANTILES = (0.5, 0.9, 0.99)
 UNIT = (0.0, 1.0)
 
@@ -246,6 +269,27 @@ def _makeup_signals() -> list[Signal]:
             "seconds", TailMean(q, ("model", "state", "component")), ("model", "state", "component"),
         )
         for q in QUANTILES
+    ]  # fmt: skip
+
+
+def _quantization_signals() -> list[Signal]:
+    error, signal = _rate(c.KV_QUANT_ERROR, *MQ), _rate(c.KV_QUANT_SIGNAL, *MQ)
+    compared = _rate(c.KV_QUANT_COMPARED, *MS)
+    within = _rate(c.REQUEST_QUANT_ERROR, "model", le=str(float(QUANTIZATION_BUDGET.attention_error)))
+    measured = _rate(c.REQUEST_QUANT_ERROR, "model", le="+Inf")
+    attention = Ratio(_rate(c.KV_QUANT_ATTENTION_ERROR, *MGS), _rate(c.KV_QUANT_ATTENTION_SIGNAL, *MGS), MGS)
+    stored, by_group = (
+        "model_tensor_layer_group_scheme:kvscope_kv_quantization",
+        "model_layer_group_scheme:kvscope_kv_quantization",
+    )
+    return [
+        Signal(f"{stored}_relative_rms:ratio_rate5m", "Relative RMS error of stored KV", "ratio", Sqrt(Ratio(error, signal, MQ)), MQ),
+        Signal(f"{stored}_sqnr:decibel_rate5m", "Signal to quantization noise of stored KV", "dB", Decibel(Ratio(signal, error, MQ)), MQ, (-100.0, None)),
+        Signal(f"{stored}_maximum_error_ratio:p99_5m", "Largest error of a block over its RMS, p99", "ratio", Quantile(0.99, _rate(c.KV_QUANT_MAXIMUM, *MQ, "le")), MQ),
+        Signal(f"{by_group}_attention_error:ratio_rate5m", "Relative error of attention over quantized KV", "ratio", Sqrt(attention), MGS),
+        Signal("model_scheme:kvscope_kv_quantization_divergence:mean_rate5m", "Divergence of logits by quantized KV, mean", "nats", Ratio(_rate(c.KV_QUANT_DIVERGENCE, *MS), compared, MS), MS),
+        Signal("model_scheme:kvscope_kv_quantization_agreed:ratio_rate5m", "Tokens that quantized KV leaves the likeliest", "ratio", Ratio(_rate(c.KV_QUANT_AGREED, *MS), compared, MS), MS, UNIT),
+        Signal("model:kvscope_request_quantization_error:over_budget_ratio_rate5m", "Sequences over the quantization error budget", "ratio", OneMinus(Ratio(within, measured, M)), M, UNIT),
     ]  # fmt: skip
 
 
@@ -292,10 +336,7 @@ SIGNALS: tuple[Signal, ...] = (
         OneMinus(Ratio(_sum(Gauge(c.KV_REGION_FREE_RUN), *MR), _sum(Gauge(c.KV_REGION_BLOCKS, _FREE), *MR), MR)), MR, UNIT,
     ),
     Signal("model_le:kvscope_kv_free_runs:sum", "Free runs of at most `le` blocks", "blocks", _sum(Gauge(c.KV_FREE_RUNS), "model", "le"), ("model", "le")),
-    Signal(
-        "model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m", "Relative RMS error of stored KV", "ratio",
-        Sqrt(Ratio(_rate(c.KV_QUANT_ERROR, *MQ), _rate(c.KV_QUANT_SIGNAL, *MQ), MQ)), MQ,
-    ),
+    *_quantization_signals(),
     Signal("model_component:kvscope_step_seconds:rate5m", "Share of time by step component", "ratio", _rate(c.STEP_SECONDS, *MP), MP, UNIT),
     Signal("model_phase:kvscope_step_tokens:rate5m", "Tokens run through the model per second", "tokens/s", _rate(c.STEP_TOKENS, "model", "phase"), ("model", "phase")),
     Signal("model:kvscope_telemetry_anomalies:rate5m", "Refused or corrected measurements per second", "1/s", _rate(c.ANOMALIES_TOTAL, "model"), M),

@@ -309,7 +309,9 @@ def latency_quantiles(source: SeriesSource, view: View, objective: LatencyObject
 
 #: Signals that only a run of the real model can feed, and why.
 NOT_IN_VIRTUAL_TIME = {
-    QUANT_ERROR.name: "Not measured in virtual time: the cost model stores no KV values, so there is no error to measure.",
+    s.name: "Not measured in virtual time: the cost model stores no KV values, so there is no error to measure."
+    for s in SIGNALS
+    if "kvscope_kv_quantization" in s.name or "kvscope_request_quantization" in s.name
 }
 #: What makes a signal of a live engine absent though the engine works.
 ABSENT_WHEN_LIVE = {

@@ -106,6 +106,12 @@ class EngineConfig:
     kv_dtype: KVDtype = "auto"
     prefix_caching: bool = True
     quant_sample_rate: float = 0.05  # share of quantized blocks whose error is measured
+    quant_compare_rate: float = (
+        0.01  # share of one sequence's decode steps that are also computed with exact KV; 0: off
+    )
+    quant_shadow_tokens: int = (
+        16384  # most tokens whose exact values are kept for that; longer sequences are not compared
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -129,8 +135,11 @@ class EngineConfig:
         if self.contiguous_below < 0:
             raise ConfigError("contiguous_below is negative.", next_step="Set 0 to switch the contiguous layout off.")
         self._check_mechanisms()
-        if not 0.0 <= self.quant_sample_rate <= 1.0:
-            raise ConfigError("quant_sample_rate is outside 0..1.", next_step="Give a share such as 0.05.")
+        for name in ("quant_sample_rate", "quant_compare_rate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is outside 0..1.", next_step="Give a share such as 0.05, or 0 for off.")
+        if self.quant_shadow_tokens < 0:
+            raise ConfigError("quant_shadow_tokens is negative.", next_step="Set it to 0 to compare nothing.")
 
     def _check_mechanisms(self) -> None:
         def check(ok: bool, first: str, second: str, next_step: str) -> None:

@@ -20,6 +20,7 @@ from observability.signals import (
     WINDOW_SECONDS,
     Age,
     Aggregate,
+    Decibel,
     Gauge,
     Node,
     Not,
@@ -239,6 +240,8 @@ class _Compiler:
                 return _each(self.node(of), lambda v, _: 1.0 - v)
             case Sqrt(of):
                 return _each(self.node(of), lambda v, _: np.sqrt(v))
+            case Decibel(of):
+                return _each(self.node(of), lambda v, _: 10.0 * np.log10(v))
             case Age(of):
                 return _each(self.node(of), lambda v, at: at / 1000.0 - v)
             case TailMean(q, by):
@@ -413,5 +416,5 @@ def _families(node: Node) -> list[Family]:
             return _families(a) + _families(b)
         case TailMean():
             return [catalog.PHASE_SECONDS, catalog.PHASE_REQUESTS]
-        case Aggregate(_, of, _) | Quantile(_, of) | OneMinus(of) | Sqrt(of) | Age(of):
+        case Aggregate(_, of, _) | Quantile(_, of) | OneMinus(of) | Sqrt(of) | Decibel(of) | Age(of):
             return _families(of)

@@ -19,6 +19,7 @@ from observability import catalog as c
 from observability.buckets import BucketPlan
 from observability.telemetry.mechanisms import COMPRESS, Mechanisms
 from observability.telemetry.phases import StepClock
+from observability.telemetry.quantization import Quantization
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
 
 #: States that exist in every engine; the others get their series when a request first enters them.
@@ -129,7 +130,7 @@ class Cells(StepClock):
         self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, bounds=buckets.latency, exemplars=True)
         self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class, bounds=buckets.inter_token)
         self._step_duration = Histograms(c.STEP_DURATION, [(model, kind) for kind in c.STEP_KINDS])
-        self._quant: dict[tuple[int, str, str], tuple[list[float], list[float], list[float], Histograms]] = {}
+        self.quantization = Quantization(model, self._folds)
         self._layout = Layout(tuple(self._blocks()))
 
     @property

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import inf, isfinite, sqrt
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import numpy as np
@@ -22,8 +22,8 @@ from observability import catalog as c
 from observability.buckets import BucketPlan
 from observability.telemetry import phases as p
 from observability.telemetry.cells import Cells, KVState, Published
-from observability.telemetry.requests import RequestRecord, RequestTrace
-from observability.telemetry.snapshot import Exemplar, Histograms, counters
+from observability.telemetry.requests import QuantizationError, RequestRecord, RequestTrace
+from observability.telemetry.snapshot import Exemplar, Histograms
 
 if TYPE_CHECKING:
     from observability.telemetry.tracing import RequestSpan
@@ -38,8 +38,6 @@ _ERROR = _OUTCOME_INDEX["error"]
 _SERVED = frozenset((_OUTCOME_INDEX["stop"], _OUTCOME_INDEX["length"]))
 _HOST = c.TIERS.index("host")
 _COMPONENTS = len(c.COMPONENTS)
-#: (tensor, layer group, scheme) combinations that get series of their own; more are folded into layer group `other`.
-_MAX_QUANT_KEYS = 64
 _DEFAULT_BUCKETS = BucketPlan()
 
 P = ParamSpec("P")
@@ -343,7 +341,10 @@ class Telemetry(Cells):
             trace.arrival, scheduled, first, now, outcome, trace.preemptions,
             matrix.reshape(len(c.STATES), _COMPONENTS), trace.max_itl if trace.max_itl >= 0.0 else None, trace.degraded,
             last,
+            trace.quantization,
         )  # fmt: skip
+        if trace.quantization is not None:
+            self.quantization.ended(trace.quantization)
         self.finished.append(record)
         if trace.span is not None:
             trace.span.ended(record)
@@ -404,45 +405,61 @@ class Telemetry(Cells):
 
     @_guarded
     def quant_error(
-        self, tensor: int, layer_group: str, scheme: str, squared_error: float, squared_signal: float, elements: int
+        self,
+        tensor: int,
+        layer_group: str,
+        scheme: str,
+        squared_error: float,
+        squared_signal: float,
+        maximum: float,
+        elements: int,
     ) -> None:
-        """One measured block: sums over its sampled elements of (dequantized - exact)^2 and exact^2.
+        """One measured block: sums over its sampled elements of (dequantized - exact)^2 and exact^2, and the largest |error|.
 
         `tensor` is an index in TENSORS. Relative RMS error = sqrt(squared_error / squared_signal); an all-zero block has none.
         """
-        if not (isfinite(squared_error) and isfinite(squared_signal)):
+        if not (isfinite(squared_error) and isfinite(squared_signal) and isfinite(maximum)):
+            self._anomalies[p.NON_FINITE] += 1
+        elif min(squared_error, squared_signal, maximum, elements) < 0:
+            self._anomalies[p.NEGATIVE_INCREMENT] += 1
+        else:
+            new = self.quantization.error(tensor, layer_group, scheme, squared_error, squared_signal, maximum, elements)
+            if new:
+                self._layout = self._layout.extended(new)
+
+    @_guarded
+    def quant_compared(
+        self,
+        trace: RequestTrace,
+        scheme: str,
+        divergence: float,
+        agreed: bool,
+        attention: Sequence[tuple[str, float, float]],
+    ) -> None:
+        """One decoded token of `trace` was also computed with the exact values of all its quantized blocks.
+
+        `divergence` is KL(exact || stored) in nats, `agreed` whether the likeliest token is the same. `attention` has, by layer group,
+        the sums over sampled layers of (attention output over stored KV - over exact KV)^2 and of the latter's squares.
+        """
+        sums = [number for _, *pair in attention for number in pair]
+        if not all(map(isfinite, (divergence, *sums))):
             self._anomalies[p.NON_FINITE] += 1
             return
-        if squared_error < 0.0 or squared_signal < 0.0 or elements < 0:
+        if divergence < 0.0 or min(sums, default=0.0) < 0.0:
             self._anomalies[p.NEGATIVE_INCREMENT] += 1
             return
-        cells = self._quant.get((tensor, layer_group, scheme)) or self._quant_cells(tensor, layer_group, scheme)
-        error, signal, sampled, relative = cells
-        error[0] += squared_error
-        signal[0] += squared_signal
-        sampled[0] += elements
-        if squared_signal > 0.0:
-            ratio = sqrt(squared_error / squared_signal)
-            relative.cells[bisect_left(c.RELATIVE_ERROR_BOUNDS, ratio)] += 1
-            relative.cells[-1] += ratio
-
-    def _quant_cells(
-        self, tensor: int, layer_group: str, scheme: str
-    ) -> tuple[list[float], list[float], list[float], Histograms]:
-        """Cells of a combination seen for the first time; they join the layout at its end."""
-        if len(self._quant) >= _MAX_QUANT_KEYS:
-            self._folds[2] += 1
-            layer_group, scheme = "other", "other"
-            if (known := self._quant.get((tensor, layer_group, scheme))) is not None:
-                return known
-        labels = [(self.model, c.TENSORS[tensor], layer_group, scheme)]
-        cells = ([0.0], [0.0], [0.0], Histograms(c.KV_QUANT_RELATIVE, labels))
-        self._quant[tensor, layer_group, scheme] = cells
-        sums = zip((c.KV_QUANT_ERROR, c.KV_QUANT_SIGNAL, c.KV_QUANT_ELEMENTS), cells[:3], strict=True)
-        self._layout = self._layout.extended(
-            [*(counters(family, labels, values) for family, values in sums), cells[3].block()]
-        )
-        return cells
+        own = trace.quantization
+        if own is None:
+            own = trace.quantization = QuantizationError(scheme)
+        own.compared_tokens += 1
+        own.agreed_tokens += agreed
+        own.divergence_nats += divergence
+        for _, squared_error, squared_signal in attention:
+            own.squared_error += squared_error
+            own.squared_signal += squared_signal
+        new = self.quantization.compared(scheme, divergence, agreed, attention)
+        if new:
+            self._layout = self._layout.extended(new)
 
     # -- gauges -----------------------------------------------------------------------------------------------------
 

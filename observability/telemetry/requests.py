@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,23 @@ if TYPE_CHECKING:
 
 #: OpenMetrics allows 128 characters for all names and values of an exemplar's labels.
 _MAX_EXEMPLAR_ID = 100
+
+
+@dataclass(slots=True)
+class QuantizationError:
+    """What quantized KV cost one request, added up over those of its decoded tokens that were compared with exact KV."""
+
+    scheme: str
+    compared_tokens: int = 0
+    agreed_tokens: int = 0  # whose likeliest token is the same
+    divergence_nats: float = 0.0  # sum of KL(exact || stored)
+    squared_error: float = 0.0  # of the attention output of sampled layers
+    squared_signal: float = 0.0
+
+    @property
+    def relative(self) -> float | None:
+        """Relative RMS error of the attention output; None where nothing was recomputed."""
+        return sqrt(self.squared_error / self.squared_signal) if self.squared_signal > 0.0 else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +54,7 @@ class RequestRecord:
     max_itl: float | None  # longest time between two of its tokens
     degraded: tuple[str, ...] = ()  # rules of the load controller under which it was served
     last_token: float | None = None
+    quantization: QuantizationError | None = None  # None: none of its tokens was compared with exact KV
 
 
 class RequestTrace:
@@ -44,7 +62,7 @@ class RequestTrace:
 
     __slots__ = (
         "arrival", "cached_tokens", "class_index", "degraded", "exemplar", "first_token", "generated", "last_token", "length_bucket",
-        "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "request_id",
+        "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "quantization", "request_id",
         "scheduled", "since", "span", "state",
     )  # fmt: skip
 
@@ -77,6 +95,7 @@ class RequestTrace:
         self.degraded: tuple[str, ...] = ()
         self.outcome: str | None = None
         self.span = span  # hears of each state and of the end
+        self.quantization: QuantizationError | None = None
         # Ids come from clients: one that an exemplar cannot hold is left out.
         trace_id = span.trace_id if span is not None else ""
         label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)

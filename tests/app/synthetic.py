@@ -62,7 +62,10 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
         bound = float(labels["le"])
         return np.round(60 * (1 - np.exp(-min(bound, 1e6) / 12)) * (1.1 - x))
     if "quantization" in name:
-        return (0.006 if labels["tensor"] == "key" else 0.008) * (1 + 0.1 * x)
+        size = next(
+            (v for k, v in QUANTIZATION.items() if k in name), 0.006 if labels.get("tensor") == "key" else 0.008
+        )
+        return size * (1 + 0.1 * x) if size < 1 else np.minimum(size - 0.1 * x, size)
     if "step_seconds" in name:
         return COMPONENT_SHARES.get(labels["component"], 0.0) * np.ones_like(x)
     if signal.unit == "ratio":
@@ -89,6 +92,7 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
     return scale[signal.unit] * x
 
 
+QUANTIZATION = {"sqnr": 44.0, "maximum": 0.06, "divergence": 0.0004, "agreed": 0.9, "over_budget": 0.002}
 LABELS = {
     "outcome": ("stop", "length", "abort"), "length_bucket": catalog.LENGTH_BUCKETS[:5], "state": catalog.STATES,
     "component": catalog.COMPONENTS, "layout": catalog.LAYOUTS, "region": catalog.REGION_LABELS, "phase": ("prefill", "decode"),

@@ -133,7 +133,7 @@ def play(kv: FloatKV | Int8KV, sequences: list[Sequence], chunk: int, block_size
     return outs
 
 
-reports: list[tuple[int, str, str, float, float, int]] = []
+reports: list[tuple[int, str, str, float, float, float, int]] = []
 
 
 def three_sequences(block_size: int) -> list[Sequence]:
@@ -184,7 +184,7 @@ def test_int8_store_attends_to_full_blocks_quantized_and_the_rest_exact(chunk: i
     sequences = three_sequences(size)
     reports.clear()
     outs = play(kv, sequences, chunk, size)
-    measured: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    measured: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0.0])
     groups = np.array_split(np.arange(MODEL.num_layers), 4)
     blocks_filled = 0
     for s in sequences:
@@ -203,6 +203,7 @@ def test_int8_store_attends_to_full_blocks_quantized_and_the_rest_exact(chunk: i
                     cell[0] += (error[group] ** 2).sum()
                     cell[1] += (exact[group, tensor, part] ** 2).sum()
                     cell[2] += error[group].size
+                    cell[3] = max(cell[3], np.abs(error[group]).max())
         # what the store holds, read back
         for layer in range(MODEL.num_layers):
             read = read_back(kv, layer, s.blocks[:full])
@@ -220,16 +221,18 @@ def test_int8_store_attends_to_full_blocks_quantized_and_the_rest_exact(chunk: i
                 torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     # every filled block was measured; the sums reported are those recomputed here
     assert len(reports) == blocks_filled * 2 * 4
-    summed: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
-    for tensor, group, scheme, error, signal, elements in reports:
+    summed: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0.0])
+    for tensor, group, scheme, error, signal, maximum, elements in reports:
         assert scheme == "int8"
         for i, value in enumerate((error, signal, elements)):
             summed[tensor, group][i] += value
+        summed[tensor, group][3] = max(summed[tensor, group][3], maximum)
     assert summed.keys() == measured.keys()
-    for key, (error, signal, elements) in measured.items():
+    for key, (error, signal, elements, maximum) in measured.items():
         assert summed[key][0] == pytest.approx(error, rel=1e-3)
         assert summed[key][1] == pytest.approx(signal, rel=1e-6)
         assert summed[key][2] == elements
+        assert summed[key][3] == pytest.approx(maximum, rel=1e-3)
 
 
 def one_block_store(rate: float = 1.0, blocks: int = 8) -> Int8KV:
@@ -277,19 +280,20 @@ def test_the_reported_error_of_known_noise() -> None:
     reports.clear()
     fill_block(one_block_store(), grid + noise, value_grid)
     layers = [len(g) for g in np.array_split(np.arange(MODEL.num_layers), 4)]
-    for (tensor, _, _, error, signal, elements), count in zip(reports, layers * 2, strict=True):
+    for (tensor, _, _, error, signal, maximum, elements), count in zip(reports, layers * 2, strict=True):
         displaced = 15 * 2 * 8 * 0.25**2 * count if tensor == 0 else 0.0
         assert error == pytest.approx(displaced, rel=1e-4, abs=1e-6)
         assert signal == pytest.approx(
             float(((grid + noise) if tensor == 0 else value_grid).double().square().sum()) * count
         )
+        assert maximum == pytest.approx(0.25 if tensor == 0 else 0.0, rel=1e-4, abs=1e-5)
         assert elements == 16 * 2 * 8 * count
 
 
 def test_zeros_have_no_error_and_no_signal() -> None:
     reports.clear()
     fill_block(one_block_store(), torch.zeros(16, 2, 8), torch.zeros(16, 2, 8))
-    assert {r[3:5] for r in reports} == {(0.0, 0.0)}
+    assert {r[3:6] for r in reports} == {(0.0, 0.0, 0.0)}
 
 
 def test_the_sampled_share_follows_the_setting() -> None:

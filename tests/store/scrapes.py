@@ -35,19 +35,19 @@ class FakeEngine:
     def restart(self) -> None:
         self.values.clear()
         self.counts: Counter[str] = Counter()
-        self.histograms: dict[tuple[Family, str], list[float]] = {}
+        self.histograms: dict[tuple[Family, tuple[str, ...]], list[float]] = {}
 
     def add(self, family: Family, amount: float, *labels: str) -> None:
         name = key(family, self.model, *labels)
         self.values[name] = self.values.get(name, 0.0) + amount
 
-    def observe(self, family: Family, value: float, label: str) -> None:
-        cells = self.histograms.setdefault((family, label), [0.0] * (len(family.bounds) + 1))
+    def observe(self, family: Family, value: float, *labels: str) -> None:
+        cells = self.histograms.setdefault((family, labels), [0.0] * (len(family.bounds) + 1))
         cells[bisect_left(family.bounds, value)] += 1
         total = 0.0
         for bound, count in zip([*map(float, family.bounds), "+Inf"], cells, strict=True):
             total += count
-            self.values[key(family, self.model, label, str(bound))] = total
+            self.values[key(family, self.model, *labels, str(bound))] = total
 
     def step(self, requests: int, *, quantized: bool) -> None:
         rng = self.random
@@ -85,6 +85,13 @@ class FakeEngine:
                     signal = rng.uniform(50, 100)
                     self.add(c.KV_QUANT_SIGNAL, signal, tensor, "00-09", "int8")
                     self.add(c.KV_QUANT_ERROR, signal * rng.uniform(2e-5, 9e-5), tensor, "00-09", "int8")
+                    self.observe(c.KV_QUANT_MAXIMUM, rng.uniform(0.02, 0.2), tensor, "00-09", "int8")
+                self.add(c.KV_QUANT_ATTENTION_SIGNAL, signal, "00-09", "int8")
+                self.add(c.KV_QUANT_ATTENTION_ERROR, signal * rng.uniform(2e-5, 9e-5), "00-09", "int8")
+                self.add(c.KV_QUANT_COMPARED, 3, "int8")
+                self.add(c.KV_QUANT_AGREED, rng.randrange(2, 4), "int8")
+                self.add(c.KV_QUANT_DIVERGENCE, rng.expovariate(1000.0), "int8")
+                self.observe(c.REQUEST_QUANT_ERROR, rng.lognormvariate(-4, 0.5), "int8")
         for component in c.COMPONENTS:
             self.add(c.STEP_SECONDS, rng.random(), component)
         for reason in c.ANOMALIES:

@@ -224,8 +224,11 @@ def test_negative_increments_are_counted_and_never_raised() -> None:  # QA1
     b.t.prefilled(trace)
     b.t.lookup(b.submit(prompt=100), 50, 60)  # more hits than could be: misses would be negative
     b.t.step(0, -4, 0, 0.1)
-    b.t.quant_error(0, "0-9", "int8", -1.0, 1.0, 1)
-    assert b.anomalies() == {"negative_increment": 7}
+    b.t.quant_error(0, "0-9", "int8", -1.0, 1.0, 0.1, 1)
+    b.t.quant_compared(trace, "int8", -1.0, True, [])
+    b.t.quant_compared(trace, "int8", 0.0, True, [("0-9", -1.0, 1.0)])
+    assert b.anomalies() == {"negative_increment": 9}
+    assert trace.quantization is None
     for name in (
         "kv_recomputed_tokens",
         "kv_evicted_blocks",
@@ -313,9 +316,10 @@ def test_time_that_goes_back_or_is_not_a_number_gives_no_sample() -> None:
     b.t.tokens([early], math.inf)  # counted as a token of the last lap
     b.t.step(1, 0, 1, math.nan)
     b.t.step(1, 0, 1, np.array([0.1] * 20 + [-1.0]))
-    b.t.quant_error(0, "0-9", "int8", math.nan, 1.0, 1)
+    b.t.quant_error(0, "0-9", "int8", math.nan, 1.0, 0.1, 1)
+    b.t.quant_compared(early, "int8", math.inf, True, [])
     b.t.finish(early, "abort", math.nan)
-    assert b.anomalies() == {"non_finite": 5, "negative_interval": 4}
+    assert b.anomalies() == {"non_finite": 6, "negative_interval": 4}
 
 
 def test_a_first_token_before_the_arrival_gives_no_sample() -> None:
@@ -408,7 +412,7 @@ def test_an_unknown_class_or_outcome_folds_into_a_known_one_and_is_counted() -> 
 def test_quantization_series_are_capped() -> None:
     b = Bench(kv_dtype="int8")
     for i in range(1000):
-        b.t.quant_error(i % 2, f"group {i}", "int8", 0.01, 100.0, 10)
+        b.t.quant_error(i % 2, f"group {i}", "int8", 0.01, 100.0, 0.05, 10)
     groups = {
         dict(s.labels)["layer_group"] for s in b.t.layout if s.name == "kvscope_kv_quantization_sampled_elements_total"
     }
@@ -450,7 +454,13 @@ def test_a_value_on_a_bound_is_inside_its_bucket(family: c.Family) -> None:
         elif family is c.PREFILL_SPREAD:
             b.t.mechanisms.batch_spread(seconds)
         elif family is c.KV_QUANT_RELATIVE:
-            b.t.quant_error(0, "0-9", "int8", seconds**2, 1.0, 1)
+            b.t.quant_error(0, "0-9", "int8", seconds**2, 1.0, 0.0, 1)
+        elif family is c.KV_QUANT_MAXIMUM:
+            b.t.quant_error(0, "0-9", "int8", 0.0, 4.0, 2 * seconds, 1)
+        elif family is c.REQUEST_QUANT_ERROR:
+            trace = b.submit()
+            b.t.quant_compared(trace, "int8", 0.0, True, [("0-9", seconds**2, 1.0)])
+            b.t.finish(trace, "abort", 0.0)
         else:
             trace = b.submit()
             b.t.transition(trace, PREFILL)
@@ -459,7 +469,7 @@ def test_a_value_on_a_bound_is_inside_its_bucket(family: c.Family) -> None:
             b.clock.now = seconds
             b.t.tokens([trace], seconds)
             b.t.finish(trace, "stop", seconds)
-        if family is c.KV_QUANT_RELATIVE and not inside:
+        if family in (c.KV_QUANT_RELATIVE, c.REQUEST_QUANT_ERROR) and not inside:
             continue  # the square root rounds the ulp away
         assert total(b.t, f"{family.name}_bucket", le=str(float(bound))) == inside
         assert total(b.t, f"{family.name}_bucket", le="+Inf") == 1
@@ -603,7 +613,7 @@ def test_swapped_and_preempted_series_appear_once_they_occurred() -> None:
 def test_columns_keep_their_place_when_series_are_added() -> None:
     b = Bench(kv_dtype="int8")
     before, values = list(b.t.layout), b.t.values()
-    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
+    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 0.05, 10)
     after = b.t.layout
     assert len(values) == len(before) < len(after) == len(b.t.values())
     assert after[: len(before)] == before
@@ -612,7 +622,7 @@ def test_columns_keep_their_place_when_series_are_added() -> None:
 
 def test_a_snapshot_holds_exactly_the_columns_that_exist() -> None:
     b = Bench(kv_dtype="int8")
-    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
+    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 0.05, 10)
     b.t.publish(kv_state(free=60, active=4, stored=50), [0, 2, 0], [1, 0, 0])
     b.serve(b.submit())
     columns = {

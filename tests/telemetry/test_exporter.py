@@ -37,7 +37,10 @@ def busy() -> Bench:
         b.serve(b.submit(request_class=c.CLASSES[i % 3], prompt=700 * i), prefill=0.05 * i)
     b.t.lookup(b.submit(), 96, 16)
     b.t.preempted(b.submit())
-    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
+    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 0.05, 10)
+    compared = b.submit()
+    b.t.quant_compared(compared, "int8", 0.002, True, [("0-9", 0.04, 100.0)])
+    b.t.finish(compared, "abort", b.clock.now)
     b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True, copies=True)
     b.t.mechanisms.limits(2048, 32)
     state = kv_state(free=60, evictable=1, active=3, stored=40)
@@ -354,7 +357,7 @@ def test_scrapes_from_many_threads_never_see_a_counter_go_back_or_hold_up_the_re
         while time.monotonic() < end:
             i += 1
             b.serve(b.submit(request_class=c.CLASSES[i % 3]), prefill=0.001 * (i % 900))
-            b.t.quant_error(i % 2, f"{i % 50}", "int8", 0.01, 100.0, 10)
+            b.t.quant_error(i % 2, f"{i % 50}", "int8", 0.01, 100.0, 0.05, 10)
             b.t.publish(kv_state(), [0, 0, 0], [0, 0, 0])
             if i % 100 == 0:
                 trace = b.submit()

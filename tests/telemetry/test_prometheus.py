@@ -26,7 +26,7 @@ def test_prometheus_stores_every_sample_and_exemplar(
     b.t._wall_clock = time.time  # exemplars older than the stored ones are refused: real time
     for i in range(20):
         b.serve(b.submit(request_class=c.CLASSES[i % 3]), prefill=0.05 * i)
-    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 10)
+    b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 0.05, 10)
     b.t.publish(kv_state(free=60, active=4, stored=50), [0, 1, 0], [0, 0, 0])
     with start_exporter(b.t, token="s3cret") as exporter:
         base = f"http://127.0.0.1:{free_port()}"

@@ -43,6 +43,14 @@ class BlockTensor:
         return math.prod(self.block_shape) * self.tensor.element_size()
 
 
+class Watcher(Protocol):
+    """Who has to know what is written to blocks of a set."""
+
+    def copied(self, sources: Tensor, targets: Tensor) -> None: ...
+
+    def overwritten(self, blocks: Tensor) -> None: ...
+
+
 class BlockSet:
     """Blocks 0..count-1 of one kind, each spread over the same places of several tensors. `kind` names it in errors."""
 
@@ -53,11 +61,14 @@ class BlockSet:
         self.device = first.tensor.device
         self.bytes_per_block = sum(t.block_bytes for t in self.tensors.values())
         self.quantized = any(t.integers is not None for t in self.tensors.values())
+        self.watcher: Watcher | None = None
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole blocks; all are read before any is written."""
         for t in self.tensors.values():
             t.tensor.index_copy_(t.axis, targets, t.tensor.index_select(t.axis, sources))
+        if self.watcher is not None:
+            self.watcher.copied(sources, targets)
 
     def read(self, blocks: Tensor) -> Tensor:
         """The blocks' bytes, tensor after tensor: uint8 [blocks, bytes_per_block] on the same device."""
@@ -72,6 +83,8 @@ class BlockSet:
         for t, part in zip(self.tensors.values(), self.split(rows), strict=True):
             content = part.contiguous().view(t.tensor.dtype).view(-1, *t.block_shape)
             t.tensor.index_copy_(t.axis, blocks, content.movedim(0, t.axis))
+        if self.watcher is not None:
+            self.watcher.overwritten(blocks)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows of read() by tensor, [blocks, bytes] each."""

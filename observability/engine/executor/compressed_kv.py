@@ -17,7 +17,7 @@ from observability.engine.executor.kv_cache import Batch, FloatKV, Span, once, r
 from observability.engine.executor.quantizer import Fill, QuantizedBlocks, ReportError
 from observability.engine.executor.timing import Part, StepTimer
 from observability.engine.model.llama import ModelConfig
-from observability.engine.types import EngineConfig
+from observability.engine.types import EngineConfig, Request
 
 #: Blocks that are compressed at once: bounds the exact copy that this takes.
 _SLICE_BLOCKS = 64
@@ -74,9 +74,18 @@ class CompressedKV(FloatKV):
             seed=config.seed,
         )
         self.block_sets.append(self.compressed.block_set)
+        self.comparison = self._new_comparison(self.compressed, quantized=self._filled, eligible=self._grows_long)
         self._write_rows: Tensor | None = None  # None: all rows, in order
         self._mixed_chunks: list[_MixedChunk] = []
         self._mixed_decodes: list[_MixedDecodes] = []
+
+    def _filled(self, span: Span) -> np.ndarray:
+        """Compressed blocks, numbered among themselves, that the sequence filled before this step."""
+        blocks = span.blocks[: -(-span.start // self._block)]
+        return blocks[blocks >= self._num_blocks] - self._num_blocks
+
+    def _grows_long(self, span: Span) -> bool:
+        return max(span.context, span.request.prompt_len) > self._config.compressed_from
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -100,6 +109,9 @@ class CompressedKV(FloatKV):
         self._need_scratch(sum(len(span.blocks) for span in spans) * size for spans in (*([c] for c in chunks), *turns))
         self._mixed_chunks = [self._mixed_chunk(chunk) for chunk in chunks]
         self._mixed_decodes = [self._decodes_of_turn(turn) for turn in turns]
+        if self.comparison is not None and (twin := self.comparison.twin) is not None:
+            slots = slots_of(twin.span.blocks, size, twin.span.start)
+            twin.exact = self._indices(slots[slots < self._slots])
 
     def is_mixed(self, span: Span) -> bool:
         """Whether any of the sequence's blocks is compressed."""
@@ -131,7 +143,9 @@ class CompressedKV(FloatKV):
             causal_mask(span.tokens, span.context, self._device, self._dtype),
             self._reads_in_order(span),
             self._indices((first[:, None] + np.arange(size)).ravel()),
-            self.compressed.fill(written[compressed] - self._num_blocks) if compressed.size else None,
+            self.compressed.fill(written[compressed] - self._num_blocks, self._keep(self._follows(span)))
+            if compressed.size
+            else None,
         )
 
     def _reads_in_order(self, span: Span) -> list[_Read]:
@@ -182,6 +196,9 @@ class CompressedKV(FloatKV):
             for run, attention in turn.attention:
                 out[turn.rows][run] = attention(q[turn.rows][run], self._scratch)
             self._timer.lap(Part.DECODE)
+        if self.comparison is not None and (twin := self.comparison.twin) is not None:
+            self.comparison.attend(layer, q, k, v, pool.index_select(2, twin.exact), out)
+            self._timer.lap(Part.DECODE)
         return out
 
     def _attend_mixed_chunk(self, layer: int, chunk: _MixedChunk, q: Tensor, new: Tensor, out: Tensor) -> None:
@@ -212,11 +229,20 @@ class CompressedKV(FloatKV):
     def compress_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Quantizes full exact blocks into compressed ones, which are numbered from num_blocks on like everywhere."""
         by_block = self.pool.unflatten(3, (-1, self._block))
+        own = [] if self.comparison is None else self.comparison.followed_blocks
         for first in range(0, len(sources), _SLICE_BLOCKS):
             blocks = self._indices(list(sources[first : first + _SLICE_BLOCKS]))
-            fill = self.compressed.fill(np.array(targets[first : first + _SLICE_BLOCKS]) - self._num_blocks)
+            mine = np.isin(sources[first : first + _SLICE_BLOCKS], own)
+            fill = self.compressed.fill(
+                np.array(targets[first : first + _SLICE_BLOCKS]) - self._num_blocks, self._keep(mine)
+            )
             for layer in range(self._model.num_layers):
                 self.compressed.write(layer, by_block[layer].index_select(2, blocks), fill)
+
+    def release(self, request: Request) -> None:
+        """Its exact values need not be kept any longer."""
+        if self.comparison is not None:
+            self.comparison.release(request)
 
     def report(self, report: ReportError) -> None:
         """Hands on the error of each block measured since the last report."""

@@ -6,7 +6,7 @@ A store is told of a step by begin(batch) and then called by the decoder once a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ from observability.engine.executor.attention import (
     split_by_length,
 )
 from observability.engine.executor.block_set import BlockSet, BlockTensor
-from observability.engine.executor.quantizer import Fill, QuantizedBlocks, ReportError
+from observability.engine.executor.comparison import Comparison, Shadow
+from observability.engine.executor.quantizer import Fill, Keep, QuantizedBlocks, ReportError
 from observability.engine.executor.timing import Part, StepTimer
 from observability.engine.model.llama import ModelConfig
 from observability.engine.types import EngineConfig, Request
@@ -56,7 +57,7 @@ class Span:
 @dataclass(slots=True)
 class Batch:
     """A step's rows: chunks first, then decodes (one row each): those without compressed blocks, then those with any, each by
-    ascending context length."""
+    ascending context length. A row more, behind them, is one of the decodes a second time, which comparison.py attends to."""
 
     chunks: list[Span]
     decodes: list[Span]
@@ -76,6 +77,7 @@ class _KV:
     """What all stores share: sizes, masks and decode indices of a step, and scratch for what is not read in place."""
 
     fixed_bytes_per_sequence = 0
+    comparison: Comparison | None = None  # with exact KV, in stores that quantize
 
     def __init__(
         self, model: ModelConfig, config: EngineConfig, device: torch.device, dtype: torch.dtype, timer: StepTimer
@@ -109,6 +111,30 @@ class _KV:
             )
             for run in (split_by_length([len(s) for s in slots]) if slots else [])
         ]
+
+    def _new_comparison(
+        self, blocks: QuantizedBlocks, quantized: Callable[[Span], np.ndarray], eligible: Callable[[Span], bool]
+    ) -> Comparison | None:
+        """None where the settings leave out comparisons."""
+        config, count = self._config, blocks.block_set.count
+        most = min(-(-config.quant_shadow_tokens // self._block), count)
+        if not (config.quant_compare_rate and most):
+            return None
+        shadow = Shadow(
+            self._model, count=count, most=most, block_size=self._block, device=self._device, dtype=self._dtype
+        )
+        blocks.shadow, blocks.block_set.watcher = shadow.copies, shadow
+        return Comparison(config, shadow, blocks.groups, quantized=quantized, eligible=eligible)
+
+    def _keep(self, wanted: bool | np.ndarray) -> Keep | None:
+        """For QuantizedBlocks.fill: of the blocks those `wanted`, which the followed sequence fills, stay known exactly."""
+        comparison = self.comparison
+        if comparison is None:
+            return None
+        return lambda blocks: comparison.keep(blocks, np.broadcast_to(np.asarray(wanted), blocks.shape))
+
+    def _follows(self, span: Span) -> bool:
+        return self.comparison is not None and self.comparison.follows(span.request)
 
     # -- scratch: tokens of one layer, [2, kv_heads, tokens, head_dim] ---------------------------------------------------
 
@@ -237,6 +263,11 @@ class Int8KV(_KV):
             seed=config.seed,
         )
         self.block_sets = [self.blocks.block_set]
+        self.comparison = self._new_comparison(
+            self.blocks,
+            quantized=lambda span: span.blocks[: span.start // self._block],
+            eligible=lambda span: span.start < span.request.prompt_len,  # from a prefill on
+        )
         tail_shape = (model.num_layers, 2, model.num_kv_heads, config.max_num_seqs * self._block, model.head_dim)
         self._tails = torch.zeros(tail_shape, device=device, dtype=dtype)
         self._tail_of: dict[Request, int] = {}
@@ -254,14 +285,17 @@ class Int8KV(_KV):
         self._chunks = []
         for span in batch.chunks:
             full = span.start // size
-            fill = self.blocks.fill(span.blocks[full : span.context // size])
+            fill = self.blocks.fill(span.blocks[full : span.context // size], self._keep(self._follows(span)))
             self._chunks.append(_ChunkWork(self._tail(span), self._indices(span.blocks[:full]), fill))
         tails = np.array([self._tail(span) for span in batch.decodes], np.int64)
         starts = np.array([span.start for span in batch.decodes], np.int64)
         self._tail_writes = self._indices(tails * size + starts % size)
         done = [span for span in batch.decodes if span.context % size == 0]
         self._done_tails = self._indices([self._tail(span) for span in done])
-        self._done = self.blocks.fill([span.blocks[-1] for span in done]) if done else None
+        self._done = None
+        if done:
+            keep = self._keep(np.array([self._follows(span) for span in done]))
+            self._done = self.blocks.fill([span.blocks[-1] for span in done], keep)
         turns = self._turns(batch.decodes)
         self._need_scratch(
             [*(c.context for c in batch.chunks), *(sum(len(s.blocks) for s in turn) * size for turn in turns)]
@@ -330,6 +364,10 @@ class Int8KV(_KV):
             if self._done is not None:
                 self.blocks.write(layer, by_tail.index_select(2, self._done_tails), self._done)
                 self._timer.lap(Part.DECODE)
+        if self.comparison is not None and (twin := self.comparison.twin) is not None:
+            own = tails.narrow(2, self._tail(twin.span) * size, twin.span.start % size)
+            self.comparison.attend(layer, q, k, v, own, out)
+            self._timer.lap(Part.DECODE)
         return out
 
     def report(self, report: ReportError) -> None:
@@ -341,6 +379,8 @@ class Int8KV(_KV):
         tail = self._tail_of.pop(request, None)
         if tail is not None:
             self._free_tails.append(tail)
+        if self.comparison is not None:
+            self.comparison.release(request)
 
 
 def once(blocks: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:

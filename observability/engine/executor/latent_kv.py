@@ -58,6 +58,8 @@ class LatentKV:
     settings that would have it otherwise, and for quantized KV.
     """
 
+    comparison = None  # nothing is quantized
+
     def __init__(self, model: LatentDecoder, config: EngineConfig, timer: StepTimer) -> None:
         assert config.num_blocks is not None
         c = model.config

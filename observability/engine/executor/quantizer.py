@@ -16,8 +16,8 @@ from observability.engine.executor.block_set import BlockSet, BlockTensor
 from observability.engine.model.llama import ModelConfig
 from observability.engine.types import Scheme
 
-#: report(tensor index in catalog.TENSORS, layer group, scheme, squared error, squared signal, elements)
-ReportError = Callable[[int, str, str, float, float, int], None]
+#: report(tensor index in catalog.TENSORS, layer group, scheme, squared error, squared signal, largest |error|, elements)
+ReportError = Callable[[int, str, str, float, float, float, int], None]
 _LAYER_GROUPS = 4
 #: The dimension of [kv_heads, blocks, block_size, head_dim] that shares a scale, by tensor: tokens for keys, channels for values.
 _SHARED_DIM = (2, 3)
@@ -90,13 +90,20 @@ class Quantizer:
         return low | (high << 4)
 
 
+#: keep(blocks that are about to be filled) -> (places among them, slots of a shadow that takes their exact values)
+Keep = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Blocks that are about to be quantized, and which of them are measured."""
+    """Blocks that are about to be quantized, which of them are measured, and which of them stay known exactly."""
 
     blocks: Tensor  # [blocks]
     chosen: Tensor  # indices in `blocks`
-    sums: Tensor  # float64 [2 tensors, layer groups, chosen, 2]: squared error and squared signal, added up over the layers
+    #: float64 [2 tensors, layer groups, chosen, 3]: squared error and squared signal, added up over the layers, and the largest |error|
+    sums: Tensor
+    kept: Tensor  # indices in `blocks`
+    slots: Tensor  # of the shadow, by `kept`
 
 
 class QuantizedBlocks:
@@ -104,6 +111,7 @@ class QuantizedBlocks:
     (arXiv 2402.02750): key channels differ by orders of magnitude and stay so from token to token.
 
     A block is written whole, layer by layer: fill() once, then write() for each layer. report() hands on what was measured since.
+    `shadow` [layers, 2, kv_heads, slots, block_size, head_dim], where there is one, takes exact values (comparison.py).
     """
 
     def __init__(
@@ -137,26 +145,31 @@ class QuantizedBlocks:
             },
         )
         self._sample_rate, self._random = sample_rate, np.random.default_rng(seed)
-        groups = np.array_split(np.arange(layers), min(_LAYER_GROUPS, layers))
+        self.groups = groups = np.array_split(np.arange(layers), min(_LAYER_GROUPS, layers))
         self.layer_groups = [f"{g[0]:02d}-{g[-1]:02d}" for g in groups]
         self._group_of = [i for i, g in enumerate(groups) for _ in g]
         self._elements = [len(g) * kv_heads * block_size * width for g in groups]
         self._measured: list[Tensor] = []
+        self.shadow: Tensor | None = None
 
-    def fill(self, blocks: np.ndarray | Sequence[int]) -> Fill:
-        """Announces that blocks will be written and draws those whose error is measured."""
+    def fill(self, blocks: np.ndarray | Sequence[int], keep: Keep | None = None) -> Fill:
+        """Announces that blocks will be written, draws those whose error is measured and asks which ones to keep in the shadow."""
         chosen = np.flatnonzero(self._random.random(len(blocks)) < self._sample_rate)
         sums = torch.zeros(
-            (len(TENSORS), len(self.layer_groups), len(chosen), 2), device=self._device, dtype=torch.float64
+            (len(TENSORS), len(self.layer_groups), len(chosen), 3), device=self._device, dtype=torch.float64
         )
         if len(chosen):
             self._measured.append(sums)
-        return Fill(self._indices(blocks), self._indices(chosen), sums)
+        kept, slots = keep(np.asarray(blocks, np.int64)) if keep is not None else ((), ())
+        return Fill(self._indices(blocks), self._indices(chosen), sums, self._indices(kept), self._indices(slots))
 
     def write(self, layer: int, exact: Tensor, fill: Fill) -> None:
         """Stores whole blocks [2, kv_heads, blocks, block_size, head_dim]; adds the error of the chosen ones."""
         if not fill.blocks.shape[0]:
             return
+        if fill.kept.shape[0]:
+            assert self.shadow is not None
+            self.shadow[layer].index_copy_(2, fill.slots, exact.index_select(2, fill.kept))
         exact = exact.float()
         quantizer = self.quantizer
         for tensor, grids in enumerate((self.key_grid, self.value_grid)):
@@ -171,8 +184,10 @@ class QuantizedBlocks:
                 read = torch.empty_like(signal)
                 quantizer.dequantize(stored.index_select(1, fill.chosen), grid.index_select(2, fill.chosen), read)
                 sums = fill.sums[tensor, self._group_of[layer]]
-                sums[:, 0] += (read.double() - signal.double()).square().sum((0, 2, 3))
-                sums[:, 1] += signal.double().square().sum((0, 2, 3))
+                error = read.sub_(signal)
+                sums[:, 0] += error.square().sum((0, 2, 3), dtype=torch.float64)
+                sums[:, 1] += signal.square().sum((0, 2, 3), dtype=torch.float64)
+                torch.maximum(sums[:, 2], error.abs().amax((0, 2, 3)).double(), out=sums[:, 2])
 
     def read(self, layer: int, blocks: Tensor, into: Tensor) -> None:
         """Writes the blocks' tokens, dequantized, to `into` [2, kv_heads, blocks x block_size, head_dim]."""
@@ -190,9 +205,9 @@ class QuantizedBlocks:
         for sums in measured:
             for tensor, by_group in enumerate(sums.tolist()):
                 for group, by_block in enumerate(by_group):
-                    for error, signal in by_block:
+                    for error, signal, maximum in by_block:
                         name, scheme = self.layer_groups[group], self.quantizer.scheme
-                        report(tensor, name, scheme, error, signal, self._elements[group])
+                        report(tensor, name, scheme, error, signal, maximum, self._elements[group])
 
     def _indices(self, values: np.ndarray | Sequence[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int64)).to(self._device)

@@ -11,6 +11,7 @@ import torch
 from observability.catalog import COMPONENTS
 from observability.engine.clock import MonotonicClock
 from observability.engine.executor.block_moves import BlockMoves
+from observability.engine.executor.comparison import Twin, divergence
 from observability.engine.executor.compressed_kv import CompressedKV
 from observability.engine.executor.host_blocks import Transfer
 from observability.engine.executor.kv_cache import Batch, FloatKV, Int8KV, Span
@@ -91,13 +92,15 @@ class TorchExecutor:
         if self._overlap is not None:
             self._overlap.begin_step()
         self._timer.begin()
-        batch, tokens, positions, rows, sampled = self._assemble(plan)
+        batch, tokens, positions, rows, sampled, twin = self._assemble(plan)
         self.kv.begin(batch)
         hidden = self._model.forward(self._tensor(tokens), self._tensor(positions), self.kv.attend)
         if sampled:
             hidden = hidden[self._tensor(rows)]
             self._timer.lap(Part.LINEAR)
             logits = self._model.logits(hidden)
+            if twin is not None:
+                logits = self._compare(twin, sampled, logits)
             self._timer.lap(Part.HEAD)
         else:
             self._timer.lap(Part.LINEAR)
@@ -175,10 +178,24 @@ class TorchExecutor:
     def _report_errors(self) -> None:
         self.kv.report(self._telemetry.quant_error if self._telemetry is not None else _discard)
 
+    def _compare(self, twin: Twin, sampled: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Reports what quantized KV cost the twin's request in this step; the logits [rows, vocab_size] without the twin's, the last."""
+        request = twin.span.request
+        kv = self.kv
+        assert isinstance(kv, Int8KV | CompressedKV)
+        assert self._telemetry is not None
+        assert request.trace is not None
+        quantized = kv.compressed if isinstance(kv, CompressedKV) else kv.blocks
+        nats, agreed = divergence(logits[sampled.index(request)], logits[-1])
+        sums = [(name, *pair) for name, pair in zip(quantized.layer_groups, twin.sums.tolist(), strict=True)]
+        self._telemetry.quant_compared(request.trace, quantized.quantizer.scheme, nats, agreed, sums)
+        return logits[:-1]
+
     # -- plan to rows ----------------------------------------------------------------------------------------------------
 
-    def _assemble(self, plan: StepPlan) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray, list[Request]]:
-        """(batch, token ids [rows], positions [rows], rows to sample from, their requests in the order StepResult.tokens asks)."""
+    def _assemble(self, plan: StepPlan) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray, list[Request], Twin | None]:
+        """(batch, token ids [rows], positions [rows], rows to sample from, their requests in the order StepResult.tokens asks, the
+        decode that is in the last row a second time to be compared)."""
         ids: list[np.ndarray] = []
         chunks: list[Span] = []
         row = 0
@@ -197,17 +214,22 @@ class TorchExecutor:
             decodes.append(span)
             ids.append(self._ids(request, request.num_computed, request.num_computed + 1))
             row += 1
-        positions = np.concatenate([np.arange(span.start, span.context) for span in (*chunks, *decodes)])
+        batch = Batch(chunks, decodes)
+        twin = self.kv.comparison.choose(batch, row) if self.kv.comparison and self._telemetry else None
+        again = [] if twin is None else [twin.span]
+        ids += [self._ids(span.request, span.start, span.context) for span in again]
+        positions = np.concatenate([np.arange(span.start, span.context) for span in (*chunks, *decodes, *again)])
         last = [span.row + span.tokens - 1 for span, chunk in zip(chunks, plan.prefill, strict=True) if chunk.samples]
         decode_rows = np.empty(len(order), np.int64)
         decode_rows[order] = np.arange(first, row)
         sampled = [chunk.request for chunk in plan.prefill if chunk.samples] + plan.decode
         return (
-            Batch(chunks, decodes),
+            batch,
             np.concatenate(ids),
             positions,
-            np.concatenate([np.array(last, np.int64), decode_rows]),
+            np.concatenate([np.array(last, np.int64), decode_rows, np.full(len(again), row)]),
             sampled,
+            twin,
         )
 
     def _span(self, request: Request, start: int, tokens: int, row: int) -> Span:
