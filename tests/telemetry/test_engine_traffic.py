@@ -56,7 +56,7 @@ class Traffic:
         )
         config = EngineConfig(
             block_size=16, num_blocks=40, max_num_seqs=8, max_num_batched_tokens=96, max_model_len=320, max_queued=40,
-            contiguous_below=120, kv_dtype="int8", quant_sample_rate=1.0,
+            contiguous_below=120, kv_dtype="int8", quant_sample_rate=1.0, quant_compare_rate=0.5,
         )  # fmt: skip
         self.engine = Engine(config, TorchExecutor(load_model("tiny"), config, self.t, clock=clock), self.t)
         self.seen: dict[str, set[float]] = defaultdict(set)

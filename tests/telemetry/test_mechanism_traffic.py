@@ -81,6 +81,13 @@ def test_moves_are_those_that_the_executor_made(everything) -> None:
     assert made["load"] == told["load"] + told["swap_in"]
 
 
+def test_in_virtual_time_quantized_blocks_have_no_error(everything) -> None:
+    """They hold no numbers, so nothing is measured: absent, not 0."""
+    engine, seen = everything
+    assert value(engine, "kvscope_kv_moved_blocks", reason="compress") > 0
+    assert not any("quantization" in name for name in seen)
+
+
 def test_the_run_was_healthy(everything) -> None:
     assert_idle_and_whole(everything[0])
 
