@@ -163,12 +163,20 @@ ALERTS = (
 
 def recordings() -> dict[str, list[Recording]]:
     """All recorded series by area: one rule group each."""
-    groups: dict[str, list[Recording]] = {"load": [], "latency": [], "kv": [], "alerts": list(EXTRA_RECORDINGS)}
+    groups: dict[str, list[Recording]] = {
+        "load": [],
+        "latency": [],
+        "tenants": [],
+        "kv": [],
+        "alerts": list(EXTRA_RECORDINGS),
+    }
     latency = (f":{c.PHASE_SECONDS.name}:", *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES))
     for signal in SIGNALS:
         area = (
             "latency"
             if any(name in signal.name for name in latency)
+            else "tenants"
+            if ":kvscope_tenant_" in signal.name
             else "kv"
             if ":kvscope_kv_" in signal.name
             else "load"

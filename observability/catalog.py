@@ -56,6 +56,7 @@ ANOMALIES = (
     "non_finite", "record_error", "unreadable_field",
 )  # fmt: skip
 TIERS = ("device", "host")
+TENANT_TOKEN_KINDS = ("prompt", "generation")
 TENSORS = ("key", "value")
 
 #: GPU health and hardware targets (exporters/gpu). Kinds of errors, memory repairs and throttling are those of NVML.
@@ -197,6 +198,21 @@ REQUESTS_WAITING = _gauge(
 PREEMPTIONS = _counter(
     "kvscope_preemptions", "preemptions", ("model", "reason"), "Running requests put back in the queue."
 )
+
+# By tenant: the first to come have their own series, all others share `other`. Requests without a tenant are not here.
+_MT = ("model", "tenant")
+TENANT_REQUESTS = _counter(
+    "kvscope_tenant_requests", "requests", (*_MT, "outcome"), "Requests ended, by tenant and outcome."
+)
+TENANT_TTFT = _histogram(
+    "kvscope_tenant_time_to_first_token_seconds", "seconds", _MT,
+    "From arrival to the first token, by tenant. Few buckets: for quantiles over all tenants use kvscope_time_to_first_token_seconds.",
+    TENANT_TTFT_BOUNDS,
+)  # fmt: skip
+TENANT_TOKENS = _counter(
+    "kvscope_tenant_tokens", "tokens", (*_MT, "kind"),
+    "Tokens by tenant: of prompts, when their prefill is complete, and generated ones, when their request ends.",
+)  # fmt: skip
 
 # Where the time of requests went
 PHASE_SECONDS = _counter(

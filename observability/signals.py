@@ -13,7 +13,7 @@ from typing import Literal
 
 from observability import catalog as c
 from observability.catalog import Family
-from observability.objectives import LATENCY_OBJECTIVES, QUANTIZATION_BUDGET
+from observability.objectives import LATENCY_OBJECTIVES, QUANTIZATION_BUDGET, TTFT
 
 WINDOW_SECONDS = 300
 WINDOW = "5m"
@@ -225,6 +225,7 @@ M = ("model",)
 ML = ("model", "length_bucket")
 MR = ("model", "region")
 MP = ("model", "component")
+MT = ("model", "tenant")
 MQ = ("model", "tensor", "layer_group", "scheme")
 MGS = ("model", "layer_group", "scheme")
 MS = ("model", "scheme")
@@ -293,6 +294,8 @@ def _quantization_signals() -> list[Signal]:
     ]  # fmt: skip
 
 
+_tenant_ttft = _rate(c.TENANT_TTFT, *MT, le="+Inf")
+_tenant_in_time = _rate(c.TENANT_TTFT, *MT, le=str(float(TTFT.threshold_seconds)))
 _FREE = {"state": ("free", "evictable")}  # allocatable: what external fragmentation is measured over
 _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
@@ -307,6 +310,11 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_requests_waiting:sum", "Requests waiting", "requests", _sum(Gauge(c.REQUESTS_WAITING), "model"), M),
     Signal("model:kvscope_preemptions:rate5m", "Preemptions per second", "1/s", _rate(c.PREEMPTIONS, "model"), M),
     *_latency_signals(),
+    Signal("model_tenant:kvscope_tenant_requests:rate5m", "Ended requests by tenant", "requests/s", _rate(c.TENANT_REQUESTS, *MT), MT),
+    Signal("model_tenant:kvscope_tenant_tokens:rate5m", "Tokens per second by tenant", "tokens/s", _rate(c.TENANT_TOKENS, *MT), MT),
+    Signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:p99_5m", "Time to first token p99 by tenant", "seconds", _quantile(c.TENANT_TTFT, 0.99, *MT), MT),
+    Signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:error_ratio_rate5m", f"Share of time to first token over {TTFT.threshold_seconds:g} s by tenant", "ratio", OneMinus(Ratio(_tenant_in_time, _tenant_ttft, MT)), MT, UNIT),
+    Signal("model_kind:kvscope_kv_bytes:sum", "KV memory: reserved, resident, active", "bytes", _sum(Gauge(c.KV_BYTES), "model", "kind"), ("model", "kind")),
     *_makeup_signals(),
     Signal("model:kvscope_kv_hit:ratio_rate5m", "KV hit rate", "ratio", Ratio(_rate(c.KV_HIT_TOKENS, "model"), _rate(c.KV_QUERIED_TOKENS, "model"), M), M, UNIT),
     Signal("model_length_bucket:kvscope_kv_hit:ratio_rate5m", "KV hit rate by prompt length", "ratio", Ratio(_hit, _rate(c.KV_QUERIED_TOKENS, *ML), ML), ML, UNIT),

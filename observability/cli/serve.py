@@ -130,6 +130,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    max_tenants: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1000,
+            help="Tenants with metrics of their own, first come; the others share tenant `other`. 0: no metrics by tenant.",
+            rich_help_panel=_METRICS,
+        ),
+    ] = 20,
     snapshot_dir: Annotated[
         Path | None,
         typer.Option(
@@ -206,7 +215,7 @@ def serve(
             loaded = load_model(model, device=device)
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
         settings = ServerSettings(token=token, grace_seconds=grace)
-        _run(loaded, config, settings, plan, listener, snapshot_dir, snapshot_bytes)
+        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes)
 
 
 def is_loopback(host: str) -> bool:
@@ -270,6 +279,7 @@ def _run(
     config: EngineConfig,
     settings: ServerSettings,
     buckets: BucketPlan,
+    max_tenants: int,
     listener: socket.socket,
     snapshot_dir: Path | None,
     snapshot_bytes: int,
@@ -300,6 +310,7 @@ def _run(
         kv_dtype=stored,
         clock=clock.now,
         buckets=buckets,
+        max_tenants=max_tenants,
     )
     executor = TorchExecutor(loaded, config, telemetry, clock=clock)
     thread = EngineThread(Engine(config, executor, telemetry, loaded.eos_token_ids))

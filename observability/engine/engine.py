@@ -94,7 +94,7 @@ class Engine:
         Raises RequestError when it can never be served, QueueFullError when max_queued requests wait already, and ServiceError after
         close(); telemetry then counts it as rejected. max_tokens is cut to what max_model_len leaves.
         """
-        self.telemetry.received(request.request_class)
+        self.telemetry.received(request.request_class, request.tenant)
         try:
             self._check(request)
             with self._front:
@@ -108,7 +108,7 @@ class Engine:
                 request.limit = min(request.params.max_tokens, self.config.max_model_len - request.prompt_len)
                 self._inbox.append(request)
         except KvscopeError:
-            self.telemetry.rejected(request.request_class)
+            self.telemetry.rejected(request.request_class, request.tenant)
             raise
         self.work.set()
 
@@ -329,7 +329,12 @@ class Engine:
                 request = self._inbox.popleft()
                 self.kv.open_table(request)
                 request.trace = self.telemetry.arrive(
-                    request.request_id, request.request_class, request.prompt_len, request.arrival, request.span
+                    request.request_id,
+                    request.request_class,
+                    request.prompt_len,
+                    request.arrival,
+                    request.span,
+                    request.tenant,
                 )
                 self.scheduler.add(request)
                 if request.deadline is not None:

@@ -331,9 +331,14 @@ def session_id(header: str | None, body: GenerationBody) -> str:
     return named
 
 
+def tenant_name(header: str | None) -> str:
+    """On whose behalf a request runs, "" when not said: header `X-Tenant` in UTF-8; what is not UTF-8 shows as U+FFFD."""
+    return (header or "").encode("latin-1", "replace").decode("utf-8", "replace")  # header values arrive as Latin-1
+
+
 def tenant(header: str | None) -> str:
-    """On whose behalf a request runs, "" when not said: header `X-Tenant`. Raises RequestError when it is too long."""
-    named = header or ""
+    """`tenant_name`. Raises RequestError when it is too long."""
+    named = tenant_name(header)
     if len(named) > MAX_TENANT_CHARS:
         raise RequestError(
             f"The header X-Tenant has {len(named)} characters; at most {MAX_TENANT_CHARS} are allowed.",

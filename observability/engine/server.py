@@ -238,8 +238,9 @@ class Service:
                     raise wire.unavailable("The server is shutting down.")
         except KvscopeError as error:
             # It never reaches Engine.add(), which counts all others.
-            self._telemetry.received(request_class)
-            self._telemetry.rejected(request_class)
+            named = wire.tenant_name(request.headers.get("x-tenant"))
+            self._telemetry.received(request_class, named)
+            self._telemetry.rejected(request_class, named)
             if call is not None:
                 call.start("", request_class, received).refused(wire.error_code(error), str(error))
             raise

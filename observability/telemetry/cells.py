@@ -102,7 +102,7 @@ class Cells(StepClock):
         self._front = Lock()
         self._received = [0.0] * classes
         self._rejected = [0.0] * classes
-        self._folds = [0.0] * 3  # class, outcome, layer_group
+        self._folds = [0.0] * 4  # class, outcome, layer_group, tenant
         # Written by the engine's thread.
         self._ended = [0.0] * (classes * len(c.OUTCOMES))
         self._prompt_tokens = [0.0] * classes
@@ -241,7 +241,7 @@ class Cells(StepClock):
         yield from self.mechanisms.copy_blocks(device, virtual=clock == "virtual")
         yield gauges(c.LAST_UPDATE, [(m, "engine")], lambda g: (g.unix_time,))
         yield counters(c.ANOMALIES_TOTAL, [(m, reason) for reason in c.ANOMALIES], self._anomalies)
-        yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",)], self._folds)
+        yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",), ("tenant",)], self._folds)
 
     def _read_ended(self) -> list[float]:
         ended = self._ended.copy()

@@ -24,6 +24,7 @@ from observability.telemetry import phases as p
 from observability.telemetry.cells import Cells, KVState, Published
 from observability.telemetry.requests import QuantizationError, RequestRecord, RequestTrace
 from observability.telemetry.snapshot import Exemplar, Histograms
+from observability.telemetry.tenants import DEFAULT_MAX_TENANTS, Tenants
 
 if TYPE_CHECKING:
     from observability.telemetry.tracing import RequestSpan
@@ -80,6 +81,7 @@ class Telemetry(Cells):
         keep_finished: int = 1024,
         on_finish: Callable[[RequestRecord], None] | None = None,
         buckets: BucketPlan = _DEFAULT_BUCKETS,
+        max_tenants: int = DEFAULT_MAX_TENANTS,
     ) -> None:
         super().__init__(model, clock, (executor, "virtual" if virtual else "real", device, kv_dtype), buckets)
         self.finished: deque[RequestRecord] = deque(maxlen=keep_finished)
@@ -87,21 +89,27 @@ class Telemetry(Cells):
         self._wall_clock = wall_clock
         self.publish_interval_seconds = 1.0 if virtual else 0.25
         self._published_at = -inf
+        self._tenants = Tenants(model, max_tenants)
+        self._tenants_shown = 0
         self._reported: set[str] = set()
 
     # -- requests: the threads that submit ------------------------------------------------------------------------
 
     @_guarded
-    def received(self, request_class: str) -> None:
-        """A request came in, whatever becomes of it."""
+    def received(self, request_class: str, tenant: str = "") -> None:
+        """A request came in, whatever becomes of it. A tenant beyond the first `max_tenants` is counted as `other`."""
         with self._front:
             self._received[self._fold_class(request_class)] += 1
+            if tenant:
+                self._folds[3] += self._tenants.admit(tenant)[1]
 
     @_guarded
-    def rejected(self, request_class: str) -> None:
+    def rejected(self, request_class: str, tenant: str = "") -> None:
         """A received request was refused before it was queued: it ends here."""
         with self._front:
             self._rejected[_CLASS_INDEX.get(request_class, _STANDARD)] += 1
+            if (known := self._tenants.find(tenant)) is not None:
+                known.rejected += 1
 
     def _fold_class(self, request_class: str) -> int:
         index = _CLASS_INDEX.get(request_class)
@@ -119,6 +127,7 @@ class Telemetry(Cells):
         prompt_tokens: int,
         arrival: float,
         span: RequestSpan | None = None,
+        tenant: str = "",
     ) -> RequestTrace:
         """The engine picks a request up, which has been queued since `arrival` (engine clock). Unknown classes are standard.
 
@@ -134,7 +143,16 @@ class Telemetry(Cells):
             else:
                 self.lap_to(p.SCHEDULE, arrival)
         class_index = _CLASS_INDEX.get(request_class, _STANDARD)
-        return RequestTrace(request_id, class_index, prompt_tokens, arrival, self.vector_at(arrival), span)
+        if len(self._tenants.seen) > self._tenants_shown:
+            self._show_tenants()
+        known = self._tenants.find(tenant)
+        return RequestTrace(request_id, class_index, prompt_tokens, arrival, self.vector_at(arrival), span, known)
+
+    def _show_tenants(self) -> None:
+        """Those who came since the last call get their series, at the end of the layout."""
+        new = self._tenants.seen[self._tenants_shown :]
+        self._tenants_shown += len(new)
+        self._layout = self._layout.extended(block for tenant in new for block in tenant.blocks(self.model))
 
     @_guarded
     def transition(self, trace: RequestTrace, state: int) -> None:
@@ -207,6 +225,8 @@ class Telemetry(Cells):
         if not trace.prefilled:
             trace.prefilled = True
             self._add(self._prompt_tokens, trace.class_index, trace.prompt_tokens)
+            if trace.tenant is not None:
+                trace.tenant.tokens[0] += max(trace.prompt_tokens, 0)
 
     @_guarded
     def tokens(self, traces: Sequence[RequestTrace], now: float) -> None:
@@ -255,6 +275,8 @@ class Telemetry(Cells):
         trace.first_token = now
         self._generation_tokens[trace.class_index] += 1
         self._observe(self._ttft, trace, now - trace.arrival)
+        if trace.tenant is not None and now >= trace.arrival:
+            trace.tenant.first_token(now - trace.arrival)
 
     def _observe(self, histograms: Histograms, trace: RequestTrace, seconds: float) -> None:
         if seconds < 0.0:
@@ -313,6 +335,9 @@ class Telemetry(Cells):
             index = _ERROR
         trace.outcome = outcome = c.OUTCOMES[index]
         self._ended[trace.class_index * len(c.OUTCOMES) + index] += 1
+        if trace.tenant is not None:
+            trace.tenant.ended[index] += 1
+            trace.tenant.tokens[1] += trace.generated
         if not isfinite(now):
             self._anomalies[p.NON_FINITE] += 1
             now = self.last
@@ -471,5 +496,7 @@ class Telemetry(Cells):
     def publish(self, kv: KVState, running: Sequence[int], waiting: Sequence[int]) -> None:
         """New gauges: the pool, and requests running and waiting by class. To be called at step ends when due(), when
         the engine goes idle, and about once a second while it stays idle, so that `last update` tells frozen from idle."""
+        if len(self._tenants.seen) > self._tenants_shown:  # of a tenant whose requests were all refused
+            self._show_tenants()
         self._published = Published(self._wall_clock(), kv, tuple(running), tuple(waiting))
         self._published_at = self.last

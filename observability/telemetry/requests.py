@@ -10,6 +10,7 @@ import numpy as np
 
 from observability import catalog as c
 from observability.telemetry.phases import QUEUED
+from observability.telemetry.tenants import Tenant
 
 if TYPE_CHECKING:
     from observability.telemetry.tracing import RequestSpan
@@ -63,7 +64,7 @@ class RequestTrace:
     __slots__ = (
         "arrival", "cached_tokens", "class_index", "degraded", "exemplar", "first_token", "generated", "last_token", "length_bucket",
         "looked_up", "mark", "matrix", "max_itl", "outcome", "preemptions", "prefilled", "prompt_tokens", "quantization", "request_id",
-        "scheduled", "since", "span", "state",
+        "scheduled", "since", "span", "state", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +75,7 @@ class RequestTrace:
         arrival: float,
         mark: list[float],
         span: RequestSpan | None,
+        tenant: Tenant | None,
     ) -> None:
         self.request_id = request_id
         self.class_index = class_index
@@ -96,6 +98,7 @@ class RequestTrace:
         self.outcome: str | None = None
         self.span = span  # hears of each state and of the end
         self.quantization: QuantizationError | None = None
+        self.tenant = tenant  # whose numbers it adds to
         # Ids come from clients: one that an exemplar cannot hold is left out.
         trace_id = span.trace_id if span is not None else ""
         label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)

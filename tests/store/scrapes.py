@@ -59,6 +59,10 @@ class FakeEngine:
             self.observe(c.REQUEST_DURATION, duration, request_class)
             stalled = self.model == "large" and rng.random() < 0.05  # above the highest bound
             self.observe(c.TIME_TO_FIRST_TOKEN, 700.0 if stalled else rng.lognormvariate(-1, 1.2), request_class)
+            tenant = rng.choice(("acme", "other"))
+            self.add(c.TENANT_REQUESTS, 1, tenant, rng.choice(c.OUTCOMES))
+            self.add(c.TENANT_TOKENS, rng.randrange(900), tenant, rng.choice(c.TENANT_TOKEN_KINDS))
+            self.observe(c.TENANT_TTFT, rng.lognormvariate(-0.5, 1.0), tenant)
             for _ in range(8):
                 self.observe(c.INTER_TOKEN_LATENCY, rng.lognormvariate(-3, 0.8), request_class)
             parts: dict[tuple[str, str], float] = defaultdict(float)
@@ -113,6 +117,8 @@ class FakeEngine:
             put(c.KV_REGION_FREE_RUN, rng.randint(0, counts[0] + counts[1]), region)
         put(c.KV_CAPACITY_BLOCKS, sum(blocks))
         put(c.KV_BLOCK_SIZE, 16)
+        for kind in ("reserved", "resident", "active"):
+            put(c.KV_BYTES, rng.randrange(1 << 30), kind)
         put(c.KV_STORED_TOKENS, rng.uniform(0.3, 1.0) * 16 * blocks[2])
         put(c.KV_LARGEST_FREE_RUN, rng.randint(0, int(blocks[0] + blocks[1])))
         for layout in ("contiguous", "paged"):

@@ -36,11 +36,17 @@ class Bench:
         self.t.lap(COMPONENT[component])
 
     def submit(
-        self, *, request_class: str = "standard", prompt: int = 100, arrival: float | None = None
+        self,
+        *,
+        request_class: str = "standard",
+        prompt: int = 100,
+        arrival: float | None = None,
+        tenant: str = "",
     ) -> RequestTrace:
         self.ids += 1
-        self.t.received(request_class)
-        return self.t.arrive(f"req-{self.ids}", request_class, prompt, self.clock.now if arrival is None else arrival)
+        self.t.received(request_class, tenant)
+        came = self.clock.now if arrival is None else arrival
+        return self.t.arrive(f"req-{self.ids}", request_class, prompt, came, tenant=tenant)
 
     def serve(
         self, trace: RequestTrace, *, queue: float = 0.1, prefill: float = 0.2, itl: float = 0.05, tokens: int = 3

@@ -462,7 +462,7 @@ def test_a_value_on_a_bound_is_inside_its_bucket(family: c.Family) -> None:
             b.t.quant_compared(trace, "int8", 0.0, True, [("0-9", seconds**2, 1.0)])
             b.t.finish(trace, "abort", 0.0)
         else:
-            trace = b.submit()
+            trace = b.submit(tenant="acme")
             b.t.transition(trace, PREFILL)
             if family is c.INTER_TOKEN_LATENCY:
                 b.t.tokens([trace], 0.0)
@@ -583,6 +583,7 @@ OF_SWITCHED_OFF = {
     c.REQUESTS_DEGRADED, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS,
     c.KV_COPY_SECONDS,
 }  # fmt: skip
+OF_TENANTS = {c.TENANT_REQUESTS, c.TENANT_TTFT, c.TENANT_TOKENS}
 
 
 def test_counters_of_a_mechanism_exist_with_zero_once_it_is_on() -> None:
@@ -597,7 +598,7 @@ def test_counters_exist_with_zero_from_the_start() -> None:
     b = Bench()
     names = {family.name for family, rows in b.t.snapshot() if any(row.suffix in ("_total", "_count") for row in rows)}
     expected = {f.name for f in c.FAMILIES if f.kind in ("counter", "histogram") and "quantization" not in f.name}
-    assert names == expected - {f.name for f in (*OF_SWITCHED_OFF, *c.HOST_FAMILIES)}
+    assert names == expected - {f.name for f in (*OF_SWITCHED_OFF, *OF_TENANTS, *c.HOST_FAMILIES)}
     assert all(row.value == 0 for family, rows in b.t.snapshot() if family.kind != "info" for row in rows)
     states = {labels[1] for _, labels in rows_of(b.t.snapshot(), "kvscope_request_phase_seconds")}
     assert states == {"queued", "kv_wait", "prefill", "decode"}

@@ -73,7 +73,7 @@ class Traffic:
             self.add(Request(
                 f"r{i}", (shared + own) if i % 2 else own,
                 SamplingParams(max_tokens=int(rng.integers(1, 80)), ignore_eos=True),
-                request_class=c.CLASSES[i % 3], arrival=self.engine.executor.clock.now(),
+                request_class=c.CLASSES[i % 3], arrival=self.engine.executor.clock.now(), tenant=("", "acme", "zeta")[i % 3],
             ))  # fmt: skip
         self.add(
             Request("odd", shared, SamplingParams(), request_class="vip", arrival=self.engine.executor.clock.now())
@@ -169,6 +169,22 @@ def test_token_counters_reconcile_with_the_requests(traffic: Traffic) -> None:
     aborted_in_prefill = sum(r.prompt_len for r in traffic.requests if not r.num_generated)
     needed = sum(r.prompt_len - r.num_cached + r.num_generated - 1 for r in traffic.requests if r.num_generated)
     assert needed <= computed <= needed + aborted_in_prefill + total(t, "kvscope_kv_recomputed_tokens_total")
+
+
+def test_what_tenants_have_is_what_their_requests_had(traffic: Traffic) -> None:
+    t = traffic.t
+    for tenant in ("acme", "zeta"):
+        own = [r for r in traffic.requests if r.tenant == tenant]
+        for outcome in c.OUTCOMES:
+            ended = sum(r.outcome == outcome for r in own)
+            assert value(t, "kvscope_tenant_requests_total", tenant=tenant, outcome=outcome) == ended
+        firsts = [r for r in own if r.num_generated]
+        assert value(t, "kvscope_tenant_time_to_first_token_seconds_count", tenant=tenant) == len(firsts)
+        assert value(t, "kvscope_tenant_tokens_total", tenant=tenant, kind="prompt") == sum(
+            r.prompt_len for r in firsts
+        )
+        generated = sum(r.num_generated for r in own)
+        assert value(t, "kvscope_tenant_tokens_total", tenant=tenant, kind="generation") == generated > 0
 
 
 def test_phases_of_real_requests_sum_to_their_latency(traffic: Traffic) -> None:

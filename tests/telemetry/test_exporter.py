@@ -35,7 +35,7 @@ def busy() -> Bench:
     b = Bench(kv_dtype="int8")
     for i in range(12):
         b.serve(b.submit(request_class=c.CLASSES[i % 3], prompt=700 * i), prefill=0.05 * i)
-    b.t.lookup(b.submit(), 96, 16)
+    b.t.lookup(b.submit(tenant="acme"), 96, 16)
     b.t.preempted(b.submit())
     b.t.quant_error(0, "0-9", "int8", 0.01, 100.0, 0.05, 10)
     compared = b.submit()

@@ -1,0 +1,88 @@
+"""Who asked: a small set of series for each tenant, of which there are only so many. The first to come get their own, all others share `other`.
+
+Tenant ids come from clients, so they are unbounded, long and hostile; nothing here grows with their number.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from hashlib import blake2s
+
+from observability import catalog as c
+from observability.telemetry.snapshot import Block, Histograms, counters
+
+OTHER = "other"
+DEFAULT_MAX_TENANTS = 20
+MAX_TENANT_LABEL = 64
+_REJECTED = c.OUTCOMES.index("rejected")
+
+
+def tenant_label(name: str) -> str:
+    """`name` as a label value: valid Unicode of at most 64 characters. What is longer keeps its first 55 and a hash of the whole."""
+    text = name.strip().encode("utf-8", "replace").decode()
+    if len(text) <= MAX_TENANT_LABEL:
+        return text
+    return f"{text[:55]}~{blake2s(text.encode(), digest_size=4).hexdigest()}"
+
+
+class Tenant:
+    """Numbers of one tenant, or of all that share `other`. `rejected` is written by threads that submit, the rest by the engine's."""
+
+    __slots__ = ("ended", "name", "rejected", "tokens", "ttft")
+
+    def __init__(self, model: str, name: str) -> None:
+        self.name = name
+        self.ended = [0.0] * len(c.OUTCOMES)
+        self.rejected = 0.0
+        self.tokens = [0.0, 0.0]  # by TENANT_TOKEN_KINDS
+        self.ttft = Histograms(c.TENANT_TTFT, [(model, name)])
+
+    def first_token(self, seconds: float) -> None:
+        cells = self.ttft.cells
+        cells[bisect_left(self.ttft.bounds, seconds)] += 1
+        cells[-1] += seconds
+
+    def blocks(self, model: str) -> Iterator[Block]:
+        outcomes = tuple(("_total", (model, self.name, outcome)) for outcome in c.OUTCOMES)
+        yield Block(c.TENANT_REQUESTS, outcomes, lambda _: self._read_ended())
+        yield self.ttft.block()
+        kinds = [(model, self.name, kind) for kind in c.TENANT_TOKEN_KINDS]
+        yield counters(c.TENANT_TOKENS, kinds, self.tokens)
+
+    def _read_ended(self) -> list[float]:
+        ended = self.ended.copy()
+        ended[_REJECTED] += self.rejected
+        return ended
+
+
+class Tenants:
+    """The tenants of one engine. `admit` is called by threads that submit, under a lock of theirs; the rest by the engine's thread."""
+
+    def __init__(self, model: str, most: int) -> None:
+        self._model = model
+        self._most = most
+        self._known: dict[str, Tenant] = {}
+        self.seen: list[Tenant] = []  # in the order in which they came; only ever grows, up to `most` and `other`
+
+    def admit(self, name: str) -> tuple[Tenant | None, bool]:
+        """The tenant called `name` (None for no name, or when tenants are switched off), and whether it was folded into `other`."""
+        if not name or not self._most:
+            return None, False
+        label = name if name in self._known else tenant_label(name)
+        if not label:
+            return None, False
+        if (tenant := self._known.get(label)) is not None:
+            return tenant, tenant.name == OTHER
+        folded = label == OTHER or len(self.seen) - (OTHER in self._known) >= self._most
+        label = OTHER if folded else label
+        if (tenant := self._known.get(label)) is None:
+            tenant = self._known[label] = Tenant(self._model, label)
+            self.seen.append(tenant)
+        return tenant, folded
+
+    def find(self, name: str) -> Tenant | None:
+        """What `admit` gave for `name`. Takes no lock."""
+        if not name or not self._known:
+            return None
+        return self._known.get(name) or self._known.get(tenant_label(name)) or self._known.get(OTHER)
