@@ -14,7 +14,7 @@ import yaml
 
 from observability import catalog as c
 from observability import objectives as o
-from observability.signals import BY_NAME, SIGNALS, WINDOW, Aggregate, Gauge, Ratio
+from observability.signals import BY_NAME, SIGNALS, WINDOW, Aggregate, Gauge, LifetimeQuantile, Ratio
 
 #: Where Grafana is reached from a browser; the compose file publishes it here. `kvscope generate --grafana-url` changes it.
 GRAFANA_URL = "http://127.0.0.1:3000"
@@ -77,6 +77,9 @@ RUNNING = "model:kvscope_requests_running:sum"
 INSTANCE_KV_USAGE = "model_instance:kvscope_kv_usage:ratio"
 INSTANCE_WAITING = "model_instance:kvscope_requests_waiting:sum"
 INSTANCE_AGE = "model_instance:kvscope_last_update_age:seconds"
+
+SURVIVAL = "model_pool_le:kvscope_kv_block_survival:ratio_rate5m"
+_RESIDENCY = ("kv_block_", "kv_live_block_", "kv_idle_before_", "kv_reuse_gap_", "kv_regret")
 
 _MI = ("model", "instance")
 #: Series that only alerts (and the board's panels that show what alerts see) need. By instance, because one full or
@@ -168,6 +171,7 @@ def recordings() -> dict[str, list[Recording]]:
         "latency": [],
         "tenants": [],
         "kv": [],
+        "residency": [],
         "alerts": list(EXTRA_RECORDINGS),
     }
     latency = (f":{c.PHASE_SECONDS.name}:", *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES))
@@ -177,11 +181,16 @@ def recordings() -> dict[str, list[Recording]]:
             if any(name in signal.name for name in latency)
             else "tenants"
             if ":kvscope_tenant_" in signal.name
+            else "residency"
+            if any(name in signal.name for name in _RESIDENCY)
             else "kv"
             if ":kvscope_kv_" in signal.name
             else "load"
         )
-        groups[area].append(Recording(signal.name, signal.promql))
+        expr = signal.promql
+        if isinstance(signal.expr, LifetimeQuantile):  # made of a series that its group has recorded just before
+            expr = expr.replace(signal.expr.survival.promql(), SURVIVAL)
+        groups[area].append(Recording(signal.name, expr))
     return groups
 
 

@@ -57,6 +57,8 @@ ANOMALIES = (
 )  # fmt: skip
 TIERS = ("device", "host")
 TENANT_TOKEN_KINDS = ("prompt", "generation")
+#: Where cached content lives, each with ages of its own: exact and quantized blocks of the device, and the host tier.
+POOLS = ("exact", "compressed", "host")
 TENSORS = ("key", "value")
 
 #: GPU health and hardware targets (exporters/gpu). Kinds of errors, memory repairs and throttling are those of NVML.
@@ -106,6 +108,16 @@ RELATIVE_ERROR_BOUNDS = (
 
 #: Of a block's largest error over the RMS of its exact values.
 MAXIMUM_ERROR_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.125, 0.2, 0.315, 0.5, 0.8, 1.25, 2.0)
+#: Ages of cached KV blocks: 60, 600 and 3600 s among them, and nowhere from 10 s to an hour more than 7:5 apart.
+AGE_BOUNDS = (
+    0.1, 0.25, 0.5, 1.0, 1.6, 2.5, 4.0, 6.3, 10.0, 12.5, 16.0, 20.0, 25.0, 31.5, 40.0, 50.0, 60.0, 80.0, 100.0, 125.0, 160.0,
+    200.0, 250.0, 315.0, 400.0, 500.0, 600.0, 800.0, 1000.0, 1250.0, 1600.0, 2000.0, 2500.0, 3000.0, 3600.0, 5000.0, 8000.0,
+    12500.0, 20000.0, 36000.0, 86400.0,
+)  # fmt: skip
+#: The label `age` of a life table: the upper end of each interval of ages, included; the lower end is the one before, or 0.
+AGE_LABELS = (*(f"{bound:g}" for bound in AGE_BOUNDS), "+Inf")
+#: How long ago an eviction may lie to be regretted, by label value.
+REGRET_WINDOWS = {"1m": 60.0, "10m": 600.0, "1h": 3600.0}
 
 #: Prompt-length buckets in tokens: lower bounds, upper bound excluded.
 LENGTH_BOUNDS = (0, 2048, 8192, 32768, 131072, 524288)
@@ -331,6 +343,41 @@ KV_SWITCH_LOSS = _histogram(
     "kvscope_kv_context_switch_hit_loss_ratio", "ratio", _M,
     "At the first request after the class or tenant changed: hit ratio that its class and tenant had before, less the one it got. "
     "0: the switch cost nothing.", RATIO_BOUNDS,
+)  # fmt: skip
+
+# How long cached content lives: from when a block can be found to its eviction, also if it moves to another block
+_MP = ("model", "pool")
+KV_LIVE_AGES = _gauge(
+    "kvscope_kv_live_blocks", "blocks", (*_MP, "le"),
+    "Cached blocks that are at most `le` seconds old. Cumulative. What is not evicted yet: never read lifetimes off evictions alone.",
+)  # fmt: skip
+KV_EVICTED_AGES = _counter(
+    "kvscope_kv_evicted_age_blocks", "blocks", (*_MP, "age"),
+    "Evicted blocks by age: `age` is the upper end of the interval, in seconds. Not cumulative.",
+)  # fmt: skip
+KV_EXPOSED = _counter(
+    "kvscope_kv_exposed_blocks", "blocks", (*_MP, "age"),
+    "Blocks exposed to eviction in each age interval: 1 for one that outlived it or was evicted in it, else the share of it that has passed. "
+    "1 - kvscope_kv_evicted_age_blocks_total / this, multiplied over all ages up to x, is the share of blocks that survive x.",
+)  # fmt: skip
+KV_IDLE_BEFORE_EVICTION = _histogram(
+    "kvscope_kv_idle_before_eviction_seconds",
+    "seconds",
+    _MP,
+    "Since an evicted block was last held by a request.",
+    AGE_BOUNDS,
+)
+KV_REUSE_GAP = _histogram(
+    "kvscope_kv_reuse_gap_seconds", "seconds", _MP,
+    "Since a block that is hit was last held by a request. Hits on blocks in use have no gap.", AGE_BOUNDS,
+)  # fmt: skip
+KV_REGRET = _counter(
+    "kvscope_kv_regret_tokens", "tokens", ("model", "window"),
+    "Prompt tokens missed in a lookup that a cache without evictions in the last `window` would have served.",
+)  # fmt: skip
+KV_EVICTION_MEMORY = _gauge(
+    "kvscope_kv_eviction_memory_seconds", "seconds", _M,
+    "How far back every eviction is remembered; longer windows of kvscope_kv_regret_tokens count too little. Absent while none was forgotten.",
 )  # fmt: skip
 
 # Quantization of stored KV, on sampled live blocks

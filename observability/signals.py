@@ -155,6 +155,43 @@ class Age:
 
 
 @dataclass(frozen=True)
+class Survival:
+    """Share of cached blocks that live longer than `le` seconds, for each pool and each of AGE_BOUNDS, from the life table of the
+    evictions of WINDOW: the product of 1 - evicted / exposed over the age intervals up to `le`.
+
+    Blocks that are still there count as exposed, so it has no bias towards short lives. Absent from the first interval on in which no
+    block was exposed within WINDOW.
+    """
+
+    def promql(self) -> str:
+        def upto(count: int) -> str:
+            ages = "|".join(c.AGE_LABELS[:count])
+            evicted, exposed = (
+                f'sum by (model, pool, age) (rate({family.series}{{age=~"{ages}"}}[{WINDOW}]))'
+                for family in (c.KV_EVICTED_AGES, c.KV_EXPOSED)
+            )
+            product = f"exp(sum by (model, pool) (ln(1 - clamp_max({evicted} / {exposed}, 1))))"
+            return f'label_replace({product} >= 0, "le", "{float(c.AGE_BOUNDS[count - 1])}", "", "")'  # >= 0 drops NaN
+
+        return " or ".join(upto(i + 1) for i in range(len(c.AGE_BOUNDS)))
+
+
+@dataclass(frozen=True)
+class LifetimeQuantile:
+    """Age at which a share `q` of cached blocks has been evicted, linear between AGE_BOUNDS; absent while `survival` does not reach
+    down to 1 - q: more than that outlive every age that is known."""
+
+    q: float
+    survival: Survival
+
+    def promql(self) -> str:
+        survival = f"({self.survival.promql()})"
+        reached = f"min by (model, pool) {survival} <= {1 - self.q:.6g}"
+        everything = f'label_replace(({reached}) * 0 + 1, "le", "+Inf", "", "")'
+        return f"histogram_quantile({self.q:g}, (1 - {survival}) or {everything}) >= 0"  # without +Inf it is NaN, which >= 0 drops
+
+
+@dataclass(frozen=True)
 class TailMean:
     """Mean seconds by state and component of the slowest requests: the tightest latency bound that still holds at
     least the slowest 1 - q of the served requests (kvscope_request_phase_*; exact within TAIL_BOUNDS).
@@ -174,7 +211,21 @@ class TailMean:
         return f"sum by ({', '.join(self.by)}) ({seconds} / on (model, gt) group_left () ({tail}))"
 
 
-Node = Gauge | Rate | Aggregate | Quantile | Ratio | OneMinus | Sqrt | Decibel | Product | Age | TailMean
+Node = (
+    Gauge
+    | Rate
+    | Aggregate
+    | Quantile
+    | Ratio
+    | OneMinus
+    | Sqrt
+    | Decibel
+    | Product
+    | Age
+    | Survival
+    | LifetimeQuantile
+    | TailMean
+)
 
 
 # -- signals --------------------------------------------------------------------------------------------------------
@@ -226,6 +277,8 @@ ML = ("model", "length_bucket")
 MR = ("model", "region")
 MP = ("model", "component")
 MT = ("model", "tenant")
+MPOOL = ("model", "pool")
+MW = ("model", "window")
 MQ = ("model", "tensor", "layer_group", "scheme")
 MGS = ("model", "layer_group", "scheme")
 MS = ("model", "scheme")
@@ -296,6 +349,34 @@ def _quantization_signals() -> list[Signal]:
 
 _tenant_ttft = _rate(c.TENANT_TTFT, *MT, le="+Inf")
 _tenant_in_time = _rate(c.TENANT_TTFT, *MT, le=str(float(TTFT.threshold_seconds)))
+
+
+def _residency_signals() -> list[Signal]:
+    out = [Signal("model_pool_le:kvscope_kv_block_survival:ratio_rate5m", "Share of cached blocks that live longer than `le` seconds", "ratio", Survival(), (*MPOOL, "le"), UNIT)]  # fmt: skip
+    for q in QUANTILES:
+        name = f"model_pool:kvscope_kv_block_lifetime_seconds:{_percent(q)}_5m"
+        title = f"Lifetime of cached blocks {_percent(q)}, those still alive included"
+        out += [Signal(name, title, "seconds", LifetimeQuantile(q, Survival()), MPOOL)]
+    for family, title in (
+        (c.KV_IDLE_BEFORE_EVICTION, "Idle time before eviction"),
+        (c.KV_REUSE_GAP, "Idle time before reuse"),
+    ):
+        for q in QUANTILES:
+            name = f"model_pool:{family.name}:{_percent(q)}_5m"
+            out.append(Signal(name, f"{title} {_percent(q)}", "seconds", _quantile(family, q, *MPOOL), MPOOL))
+    live = Quantile(0.5, _sum(Gauge(c.KV_LIVE_AGES), *MPOOL, "le"))
+    out.append(Signal("model_pool:kvscope_kv_live_block_age_seconds:p50", "Age of cached blocks p50", "seconds", live, MPOOL))  # fmt: skip
+    regret = _rate(c.KV_REGRET, *MW)
+    out.append(Signal("model_window:kvscope_kv_regret_tokens:rate5m", "Prompt tokens per second missed for an eviction in the last `window`", "tokens/s", regret, MW))  # fmt: skip
+    out.append(
+        Signal(
+            "model_window:kvscope_kv_regret:ratio_rate5m", "Share of looked-up tokens missed for an eviction in the last `window`",
+            "ratio", Ratio(regret, _rate(c.KV_QUERIED_TOKENS, "model"), M), MW, UNIT,
+        )
+    )  # fmt: skip
+    return out
+
+
 _FREE = {"state": ("free", "evictable")}  # allocatable: what external fragmentation is measured over
 _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
@@ -327,6 +408,7 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model_layout:kvscope_kv_layout_blocks:sum", "KV blocks by layout", "blocks", _sum(Gauge(c.KV_LAYOUT_BLOCKS), "model", "layout"), ("model", "layout")),
     Signal("model:kvscope_kv_stored_tokens:sum", "Tokens held in the KV pool", "tokens", _sum(Gauge(c.KV_STORED_TOKENS), "model"), M),
     Signal("model:kvscope_kv_evicted_blocks:rate5m", "Blocks evicted per second", "blocks/s", _rate(c.KV_EVICTED_BLOCKS, "model"), M),
+    *_residency_signals(),
     Signal(
         "model:kvscope_kv_internal_fragmentation:ratio", "Internal fragmentation: unused slots in active blocks", "ratio",
         OneMinus(Ratio(_sum(Gauge(c.KV_STORED_TOKENS), "model"), Product(_active, Aggregate("max", Gauge(c.KV_BLOCK_SIZE), M), M), M)), M, UNIT,

@@ -22,6 +22,7 @@ from observability.signals import (
     Aggregate,
     Decibel,
     Gauge,
+    LifetimeQuantile,
     Node,
     Not,
     OneMinus,
@@ -31,6 +32,7 @@ from observability.signals import (
     Ratio,
     Signal,
     Sqrt,
+    Survival,
     TailMean,
     Where,
 )
@@ -244,6 +246,10 @@ class _Compiler:
                 return _each(self.node(of), lambda v, _: 10.0 * np.log10(v))
             case Age(of):
                 return _each(self.node(of), lambda v, at: at / 1000.0 - v)
+            case Survival():
+                return self._survival()
+            case LifetimeQuantile(q, survival):
+                return self._lifetime_quantile(q, self.node(survival))
             case TailMean(q, by):
                 return self._tail_mean(q, by)
 
@@ -287,6 +293,48 @@ class _Compiler:
             used = spent.present & ~np.isnan(below)
             means = np.where(used, spent.values / below, 0.0)
             return Vector(np.bincount(member, means, len(groups)), np.bincount(member, used, len(groups)) > 0)
+
+        return _Compiled(groups, run)
+
+    def _survival(self) -> _Compiled:
+        """exp(sum of ln(1 - evicted / exposed)) over the ages up to each bound, for each model and pool; NaN, which is where an
+        interval had no exposure, is dropped."""
+        by = ("model", "pool", "age")
+        evicted = self.node(Aggregate("sum", Rate(catalog.KV_EVICTED_AGES), by))
+        exposed = self.node(Aggregate("sum", Rate(catalog.KV_EXPOSED), by))
+        ratio = _matched(evicted, exposed, by, np.divide)
+        place = {age: i for i, age in enumerate(catalog.AGE_LABELS)}
+        groups, member = _groups(ratio.labels, ("model", "pool"))
+        bounds = len(catalog.AGE_BOUNDS)
+        pairs = [(i, n) for i, labels in enumerate(ratio.labels) for n in range(place[labels["age"]], bounds)]
+        source = np.array([i for i, _ in pairs], dtype=np.int64)
+        target = np.array([member[i] * bounds + n for i, n in pairs], dtype=np.int64)
+        size = len(groups) * bounds
+
+        def run(s: _Samples) -> Vector:
+            values, present = ratio.run(s)
+            here = present[source]
+            logs = np.where(here, np.log(1.0 - np.minimum(values, 1.0))[source], 0.0)
+            survival = np.exp(np.bincount(target, logs, size))
+            known = np.bincount(target, here, size) > 0
+            return Vector(survival, known & (survival >= 0.0))
+
+        labels = [{**group, "le": str(float(bound))} for group in groups for bound in catalog.AGE_BOUNDS]
+        return _Compiled(labels, run)
+
+    def _lifetime_quantile(self, q: float, survival: _Compiled) -> _Compiled:
+        groups, _ = _groups(survival.labels, ("model", "pool"))
+        bounds = np.array([*catalog.AGE_BOUNDS, np.inf])
+        least = float(f"{1 - q:.6g}")
+
+        def run(s: _Samples) -> Vector:
+            found = survival.run(s)
+            shape = (len(groups), len(catalog.AGE_BOUNDS))
+            values, present = found.values.reshape(shape), found.present.reshape(shape)
+            reached = np.where(present, values, np.inf).min(axis=1, initial=np.inf) <= least
+            counts = np.column_stack((1.0 - values, np.ones(len(groups))))
+            exists = np.column_stack((present, reached))
+            return Vector(bucket_quantile(q, bounds, counts, exists), np.any(exists, axis=1))
 
         return _Compiled(groups, run)
 
@@ -414,6 +462,8 @@ def _families(node: Node) -> list[Family]:
             return [family]
         case Ratio(a, b, _) | Product(a, b, _):
             return _families(a) + _families(b)
+        case Survival() | LifetimeQuantile():
+            return [catalog.KV_EVICTED_AGES, catalog.KV_EXPOSED]
         case TailMean():
             return [catalog.PHASE_SECONDS, catalog.PHASE_REQUESTS]
         case Aggregate(_, of, _) | Quantile(_, of) | OneMinus(of) | Sqrt(of) | Decibel(of) | Age(of):

@@ -20,6 +20,7 @@ from observability.buckets import BucketPlan
 from observability.telemetry.mechanisms import COMPRESS, Mechanisms
 from observability.telemetry.phases import StepClock
 from observability.telemetry.quantization import Quantization
+from observability.telemetry.residency import PoolResidency, residency_blocks
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
 
 #: States that exist in every engine; the others get their series when a request first enters them.
@@ -51,6 +52,8 @@ class KVState:
     bytes_per_compressed_block: int = 0
     host: Sequence[int] | None = None  # blocks by HOST_STATES; None: no host tier
     fixed_bytes: int | None = None  # of running requests beside blocks; None: the model has no such part
+    residency: Sequence[PoolResidency | None] = (None,) * len(c.POOLS)  # by POOLS; None: no such pool, or unbounded
+    eviction_memory_seconds: float | None = None  # None: no eviction was forgotten
 
     @property
     def resident_bytes(self) -> int:
@@ -113,6 +116,7 @@ class Cells(StepClock):
         self._hits = [0.0] * (lengths * len(c.TIERS))
         self._allocated = [0.0] * len(c.LAYOUTS)
         self._evicted = [0.0]
+        self._regret = [0.0] * len(c.REGRET_WINDOWS)
         self._fallbacks = [0.0]
         self._steps = [0.0] * len(c.STEP_KINDS)
         self._step_tokens = [0.0, 0.0]  # prefill, decode
@@ -230,6 +234,12 @@ class Cells(StepClock):
             lambda g: absent if g.kv.host is None else g.kv.host,
         )  # fmt: skip
         yield from self.mechanisms.move_blocks()
+        yield from residency_blocks(m)
+        yield counters(c.KV_REGRET, [(m, window) for window in c.REGRET_WINDOWS], self._regret)
+        yield gauges(
+            c.KV_EVICTION_MEMORY, by_model,
+            lambda g: (nan if g.kv.eviction_memory_seconds is None else g.kv.eviction_memory_seconds,),
+        )  # fmt: skip
 
         yield counters(c.STEP_SECONDS, [(m, component) for component in c.COMPONENTS], self.seconds)
         yield counters(c.STEPS, [(m, kind) for kind in c.STEP_KINDS], self._steps)

@@ -195,6 +195,12 @@ class Telemetry(Cells):
             self._tier_used[_HOST] = True
             self._hits[at + _HOST] += host_hit
 
+    @_guarded
+    def regretted(self, tokens: Sequence[int]) -> None:
+        """Tokens missed in a lookup for evictions within each of REGRET_WINDOWS. To be called once a lookup that is counted."""
+        for i, missed in enumerate(tokens):
+            self._add(self._regret, i, missed)
+
     def expect_host_tier(self) -> None:
         """There is a host tier: its hits are counted from 0 on."""
         self._tier_used[_HOST] = True

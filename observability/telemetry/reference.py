@@ -20,6 +20,9 @@ _LABELS: tuple[tuple[str, str], ...] = (
     ("state (blocks)", ", ".join(c.BLOCK_STATES)),
     ("layout", ", ".join(c.LAYOUTS)),
     ("region", f"{c.REGION_LABELS[0]} to {c.REGION_LABELS[-1]}, in address order"),
+    ("pool", ", ".join(c.POOLS)),
+    ("age", f"{', '.join(c.AGE_LABELS)}: upper end of an interval in seconds, included"),
+    ("window", ", ".join(c.REGRET_WINDOWS)),
     ("tensor", ", ".join(c.TENSORS)),
     ("kind (steps)", ", ".join(c.STEP_KINDS)),
     ("reason (preemptions)", ", ".join(c.PREEMPTION_REASONS)),
@@ -44,7 +47,8 @@ Every family that kvscope exports, made from `observability/catalog.py` by
 
 Counters and histograms exist from the start with 0 for every label value that can occur. A series that has no source is
 absent, never 0: states `preempted` and `swapped`, tier `host` and layout `compressed` until they occur, quantization
-families unless KV is stored quantized, and capacity, free blocks and address regions of an unbounded pool.
+families unless KV is stored quantized, pools that an engine does not have, and capacity, free blocks, address regions and
+residency of an unbounded pool.
 Each histogram `x` has `x_bucket` with a label `le`, `x_sum` and `x_count`. Request duration and time to first token carry
 exemplars (`trace_id`, or `request_id` without tracing) for a scraper that asks for OpenMetrics.
 """

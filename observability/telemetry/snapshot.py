@@ -107,6 +107,18 @@ class Layout:
         return [FamilySamples(family, found[family.name]) for family in FAMILIES if found.get(family.name)]
 
 
+def histogram_rows(
+    bounds: Iterable[float], label_sets: Iterable[tuple[str, ...]]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Rows of a histogram block: for each label set its buckets (+Inf last), sum and count."""
+    les = (*(str(float(b)) for b in bounds), "+Inf")
+    return tuple(
+        row
+        for labels in label_sets
+        for row in (*(("_bucket", (*labels, le)) for le in les), ("_sum", labels), ("_count", labels))
+    )
+
+
 class Histograms:
     """One histogram family: a flat list of cells, for each label set one count per bucket (+Inf last), then the sum.
 
@@ -133,13 +145,7 @@ class Histograms:
             self.exemplars = [None] * ((self.stride - 1) * len(self.label_sets))
 
     def block(self) -> Block:
-        les = (*(str(float(b)) for b in self.bounds), "+Inf")
-        rows = [
-            row
-            for labels in self.label_sets
-            for row in (*(("_bucket", (*labels, le)) for le in les), ("_sum", labels), ("_count", labels))
-        ]
-        return Block(self.family, tuple(rows), self._read, self.exemplars)
+        return Block(self.family, histogram_rows(self.bounds, self.label_sets), self._read, self.exemplars)
 
     def _read(self, _: Published | None) -> list[float]:
         cells = self.cells.copy()

@@ -96,10 +96,36 @@ class FakeEngine:
                 self.add(c.KV_QUANT_AGREED, rng.randrange(2, 4), "int8")
                 self.add(c.KV_QUANT_DIVERGENCE, rng.expovariate(1000.0), "int8")
                 self.observe(c.REQUEST_QUANT_ERROR, rng.lognormvariate(-4, 0.5), "int8")
+            self.lives()
+            for i, window in enumerate(c.REGRET_WINDOWS):
+                self.add(c.KV_REGRET, i + rng.randrange(prompt // 4 + 1), window)
         for component in c.COMPONENTS:
             self.add(c.STEP_SECONDS, rng.random(), component)
         for reason in c.ANOMALIES:
             self.add(c.ANOMALIES_TOTAL, rng.random() < 0.05, reason)
+
+    def lives(self) -> None:
+        """Some blocks move through the life table. Of the large engine hardly any are evicted, so its median lifetime is unknown; nothing of
+        the small one's host tier reaches a minute."""
+        rng = self.random
+        for pool, longest in (("exact", 20), ("host", 12)):
+            for _ in range(3):
+                reached = rng.randrange(longest)
+                for age in c.AGE_LABELS:  # all of them exist from the start
+                    self.add(c.KV_EVICTED_AGES, 0, pool, age)
+                for age in c.AGE_LABELS[:-1]:
+                    self.add(c.KV_EXPOSED, 0, pool, age)
+                for age in c.AGE_LABELS[:reached]:
+                    self.add(
+                        c.KV_EXPOSED, rng.uniform(0.5, 1.0), pool, age
+                    )  # so that no survival is exactly a quantile
+                if rng.random() < (0.9 if self.model == "small" else 0.3):
+                    self.add(c.KV_EXPOSED, 1, pool, c.AGE_LABELS[reached])
+                    self.add(c.KV_EVICTED_AGES, 1, pool, c.AGE_LABELS[reached])
+                    self.observe(c.KV_IDLE_BEFORE_EVICTION, rng.lognormvariate(1, 2), pool)
+                else:
+                    self.add(c.KV_EXPOSED, rng.random(), pool, c.AGE_LABELS[reached])
+                    self.observe(c.KV_REUSE_GAP, rng.lognormvariate(0, 2), pool)
 
     def gauges(self, now: float) -> None:
         rng, model = self.random, self.model
@@ -123,6 +149,10 @@ class FakeEngine:
         put(c.KV_LARGEST_FREE_RUN, rng.randint(0, int(blocks[0] + blocks[1])))
         for layout in ("contiguous", "paged"):
             put(c.KV_LAYOUT_BLOCKS, rng.randrange(300), layout)
+        live = 0
+        for bound in (*map(float, c.AGE_BOUNDS), "+Inf"):
+            live += rng.randrange(3)
+            put(c.KV_LIVE_AGES, live, "exact", str(bound))
         runs = 0
         for bound in (*c.FREE_RUN_BOUNDS, "+Inf"):
             runs += rng.randrange(3)

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from exporters.prometheus import Exporter, MetricsApp, TelemetryCollector, prefers_openmetrics, render, start_exporter
 from observability import catalog as c
 from observability.catalog import Family
+from observability.engine.kv.residency import Ledger
 from observability.errors import ServiceError
 from observability.telemetry.snapshot import Exemplar, FamilySamples, Row
 from tests.telemetry.bench import PREFILL, Bench, kv_state
@@ -45,6 +46,9 @@ def busy() -> Bench:
     b.t.mechanisms.limits(2048, 32)
     state = kv_state(free=60, evictable=1, active=3, stored=40)
     state = replace(state, compressed=(5, 2, 1), bytes_per_compressed_block=256, host=(9, 1, 0), fixed_bytes=512)
+    ledger = Ledger(4, lambda: 5.0)
+    ledger.begin(np.arange(4))
+    state = replace(state, residency=[ledger.residency()] * 3, eviction_memory_seconds=12.5)
     b.t.publish(state, [0, 2, 0], [1, 0, 0])
     return b
 
@@ -210,7 +214,8 @@ def test_promtool_finds_nothing_but_the_heatmaps_bucket_label(program: Callable[
     assert result.returncode in (0, 3), result  # 3: something to remark
     found = set((result.stdout + result.stderr).decode().splitlines())
     # A heatmap over a gauge sorts its rows by `le`; promtool wants this label on histograms only.
-    assert found <= {'kvscope_kv_free_runs non-histogram metrics should not have "le" label'}
+    heatmaps = (c.KV_FREE_RUNS, c.KV_LIVE_AGES)
+    assert found <= {f'{family.name} non-histogram metrics should not have "le" label' for family in heatmaps}
 
 
 # -- HTTP -------------------------------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ def move_blocks(pool: BlockPool, sources: Blocks, targets: Blocks) -> None:
     pool.keys[targets] = pool.keys[sources]
     pool.keyed[targets] = keyed
     pool.keyed[sources] = False
+    if pool.ledger is not None:
+        pool.ledger.carry(sources[keyed], targets[keyed])
     refs = pool.refs[sources]
     pool._activate(targets)
     pool.refs[targets] = refs

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from observability.catalog import COMPONENTS
+from observability.catalog import COMPONENTS, REGRET_WINDOWS
 from observability.engine.kv.compaction import move_blocks, plan_compaction
 from observability.engine.kv.host import HostTier, host_keys
 from observability.engine.kv.measure import check, measure
 from observability.engine.kv.pool import EVICTABLE, AddressMap, BlockPool
 from observability.engine.kv.prefix import BlockKeys, Blocks, Keys, SpanKeys, TokenKeys
+from observability.engine.kv.residency import EvictionMemory, Ledger
 from observability.engine.kv.table import COMPRESSED, CONTIGUOUS, PAGED, BlockTable
 from observability.engine.types import EngineConfig, Executor, Payload, PromptSpan, Request, Transfer
 from observability.telemetry import mechanisms as m
@@ -29,6 +30,8 @@ _NONE: Blocks = np.empty(0, dtype=np.int64)
 _COMPRESS_AT_ONCE = 256  # blocks, between two steps
 _CONTEXTS = 256  # classes and tenants whose hit ratio is remembered
 _CONTEXT_WEIGHT = 0.2  # of the newest request in it
+_MEMORY_BLOCKS = (4096, 1 << 18)  # least and most evictions that are remembered: four for each block there is
+_REGRET_SECONDS = np.array(tuple(REGRET_WINDOWS.values()), dtype=np.float64)
 
 
 class KVManager:
@@ -59,13 +62,26 @@ class KVManager:
             everything = self.first_compressed + config.num_compressed_blocks
             self.host = HostTier(config.num_host_blocks, everything, executor, telemetry)
             self.pool.on_replace = self.host.replaced
+            self.host.pool.on_evict = self._evicted_from_host
             telemetry.expect_host_tier()
             moves += [m.OFFLOAD, m.LOAD] + ([m.SWAP_OUT, m.SWAP_IN] if config.swapping else [])
         if self.compressed is not None:
             moves.append(m.COMPRESS)
         if config.compaction_seconds:
             moves.append(m.COMPACTION)
+        self.evictions: EvictionMemory | None = None
+        if self.pool.bounded:  # an unbounded one never evicts
+            existing = [pool for pool in self.pools if pool is not None]
+            for pool in existing:
+                pool.ledger = Ledger(pool.size, executor.clock.now)
+            least, most = _MEMORY_BLOCKS
+            self.evictions = EvictionMemory(min(max(4 * sum(pool.size for pool in existing), least), most))
         telemetry.mechanisms.expect(moves=moves, prefetch=bool(self.host and config.prefetch_lookahead))
+
+    @property
+    def pools(self) -> tuple[BlockPool, BlockPool | None, BlockPool | None]:
+        """By catalog.POOLS."""
+        return self.pool, self.compressed, None if self.host is None else self.host.pool
 
     @property
     def utilization(self) -> float:
@@ -96,14 +112,53 @@ class KVManager:
     # -- eviction --------------------------------------------------------------------------------------------------
 
     def _evicted(self, blocks: Blocks, keys: Keys) -> None:
+        self._remember(keys)
         self._telemetry.evicted(len(blocks))
         self._telemetry.lap(_KV_EVICT)
         self._keep(blocks, keys)
 
     def _evicted_compressed(self, blocks: Blocks, keys: Keys) -> None:
+        self._remember(host_keys(keys, True))
         self._telemetry.evicted(len(blocks))
         self._telemetry.lap(_KV_EVICT)
         self._keep(blocks + self.first_compressed, host_keys(keys, True))
+
+    def _evicted_from_host(self, slots: Blocks, keys: Keys) -> None:
+        self._remember(keys)
+
+    def _remember(self, keys: Keys) -> None:
+        if self.evictions is not None:
+            self.evictions.add(keys, self.executor.clock.now())
+
+    def _regret(self, keys: Keys, found: int, old: int) -> np.ndarray:
+        """How many more leading blocks of `keys` than the `found` ones would have been found had nothing been evicted within each of
+        REGRET_WINDOWS: those evicted since, and those that still lie behind them. `old` as in _match. int64 [windows]"""
+        regret = np.zeros(len(_REGRET_SECONDS), dtype=np.int64)
+        if self.evictions is None or not len(self.evictions):
+            return regret
+        now, going = self.executor.clock.now(), np.ones(len(_REGRET_SECONDS), dtype=bool)
+        evicted_within = ~going
+        start, window = found, 16
+        while start < len(keys) and going.any():
+            some = keys[start : start + window]
+            times = self.evictions.times(some)
+            here = self.pool.index.get(some) >= 0
+            if old:
+                assert self.compressed is not None
+                times = np.maximum(times, self.evictions.times(host_keys(some, True)))
+                here |= self.compressed.index.get(some) >= 0
+            if self.host is not None:
+                kinds = np.arange(start, start + len(some)) < old
+                here |= self.host.pool.index.get(host_keys(some, kinds)) >= 0
+            recent = now - times <= _REGRET_SECONDS[:, None]  # [windows, keys]
+            usable = recent | here
+            lengths = np.where(usable.all(axis=1), len(some), usable.argmin(axis=1))
+            within = np.arange(len(some)) < lengths[:, None]
+            evicted_within |= going & (recent & within).any(axis=1)
+            regret[going] += lengths[going]
+            going &= lengths == len(some)
+            start, window = start + window, window * 4
+        return np.where(evicted_within, regret, 0)
 
     def _keep(self, blocks: Blocks, keys: Keys) -> None:
         if self.host is None:
@@ -136,6 +191,7 @@ class KVManager:
         hittable = (known - 1) // size
         old = self._compressed_blocks_of(known)
         hits, slots, kinds = self._match(table, hittable, old)
+        found = len(hits) + len(slots)
         if not self._has_room(known, hits, old, spare):
             if not old or not (hits.size or slots.size):
                 return False
@@ -143,6 +199,10 @@ class KVManager:
             hits, slots, kinds = _NONE, _NONE, kinds[:0]
             if not self._has_room(known, hits, old, spare):
                 return False
+        counted = request.trace is not None and request.num_generated == 0 and request.num_preemptions == 0
+        regret = None
+        if counted and table.keys is not None and found < hittable:
+            regret = self._regret(table.keys.get(0, hittable), found, old) * size
         if hits.size:
             self._share(hits)
             table.extend(hits.tolist())
@@ -160,10 +220,13 @@ class KVManager:
             self._load(table, len(hits), slots, m.LOAD)
             table.num_registered += len(slots)
         request.num_computed = cached = table.num_registered * size
-        if request.trace is not None and request.num_generated == 0 and request.num_preemptions == 0:
+        if counted:
+            assert request.trace is not None
             request.num_cached = cached
             if table.keys is not None:
                 self._telemetry.lookup(request.trace, hittable * size, cached, from_host * size)
+                if regret is not None:
+                    self._telemetry.regretted(regret.tolist())
                 self._note_context(request, hittable * size)
         return True
 
@@ -503,7 +566,7 @@ class KVManager:
         slots = slots[: max(min(most, room), 0)]
         if not slots.size:
             return
-        self.pool.share(hits)  # not to be evicted for what follows them
+        self.pool.share(hits, hit=False)  # not to be evicted for what follows them
         self.host.pool.share(slots)
         blocks = self.pool.take(len(slots))
         self.pool.release(hits)
@@ -624,7 +687,7 @@ class KVManager:
         known = self.pool.index.get(keys)
         missing = np.flatnonzero(known < 0)[: self.pool.allocatable]
         held = known[known >= 0]
-        self.pool.share(held)
+        self.pool.share(held, hit=False)
         missing = missing[: self.pool.allocatable]
         blocks = self.pool.take(len(missing))
         try:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from observability.catalog import FREE_RUN_BOUNDS, REGIONS
 from observability.engine.kv.prefix import Blocks, Keys, PrefixIndex
+from observability.engine.kv.residency import Ledger
 
 FREE, EVICTABLE, ACTIVE = 0, 1, 2
 _NONE: Blocks = np.empty(0, dtype=np.int64)
@@ -118,6 +119,7 @@ class BlockPool:
         self.releases = 0  # moves whenever blocks became allocatable
         self.on_evict: Callable[[Blocks, Keys], None] | None = None
         self.on_replace: Callable[[Blocks], None] | None = None
+        self.ledger: Ledger | None = None  # of a bounded pool: told of every life and idle spell of cached content
         self._stamp = 1
         self._free = _ReuseQueue()
         self._lru = _ReuseQueue()
@@ -225,9 +227,11 @@ class BlockPool:
         age = np.add.reduceat(released, np.column_stack((offsets, offsets + length)).reshape(-1))[::2]
         return int(offsets[np.argmin(age)])
 
-    def share(self, blocks: Blocks) -> None:
-        """One more sequence holds these blocks, which it found in the index."""
+    def share(self, blocks: Blocks, *, hit: bool = True) -> None:
+        """One more sequence holds these blocks, which it found in the index. `hit`: it reads them; else they are only kept from eviction."""
         idle = blocks[self.refs[blocks] == 0]
+        if hit and self.ledger is not None and idle.size:
+            self.ledger.reuse(idle)
         self.state[idle] = ACTIVE
         self.stamps[idle] = 0
         self.num_evictable -= len(idle)
@@ -271,6 +275,8 @@ class BlockPool:
             self.state[kept] = EVICTABLE
             self.stamps[kept] = self._stamp
             self.num_evictable += len(kept)
+            if self.ledger is not None:
+                self.ledger.idle(kept)
             if self.bounded:
                 self._lru.push(kept, self._stamp)
                 self._lru.tidy(self.num_evictable, self.stamps)
@@ -298,6 +304,8 @@ class BlockPool:
         """Evictable blocks lose their content; the caller activates them next."""
         if self.on_evict is not None:
             self.on_evict(blocks, self.keys[blocks])
+        if self.ledger is not None:
+            self.ledger.end(blocks)
         self.index.remove(blocks)
         self.keyed[blocks] = False
         self.num_evictable -= len(blocks)
@@ -329,10 +337,14 @@ class BlockPool:
             self._offer_free(old)
             self.keys[moved] = moved_keys
             self.keyed[moved] = True
+            if self.ledger is not None:
+                self.ledger.carry(old, moved)
         blocks, keys = blocks[new], keys[new]
         self.index.insert(keys, blocks)
         self.keys[blocks] = keys
         self.keyed[blocks] = True
+        if self.ledger is not None and len(blocks):
+            self.ledger.begin(blocks)
         self.version += 1
 
     # -- what is where ---------------------------------------------------------------------------------------------
@@ -379,6 +391,8 @@ class BlockPool:
             "a block is evictable exactly while cached and held by nobody",
         )
         check((self.stamps[: self.size] == 0) | (state != ACTIVE), "an active block has no stamp")
+        if self.ledger is not None:
+            check((self.ledger.born >= 0) == keyed, "a block lives in the ledger exactly while it is cached")
         counted = np.bincount(state, minlength=3).tolist()
         told = [self.num_free, self.num_evictable, self.num_active]
         if counted != told:
