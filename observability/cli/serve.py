@@ -18,6 +18,7 @@ from observability.errors import ConfigError
 if TYPE_CHECKING:
     import socket
 
+    from observability.engine.engine import Engine
     from observability.engine.model.loading import LoadedModel
     from observability.engine.server import ServerSettings
     from observability.engine.types import EngineConfig
@@ -139,6 +140,15 @@ def serve(
             rich_help_panel=_METRICS,
         ),
     ] = 20,
+    profile_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send CPU profiles to this Pyroscope server, 100 samples a second, tagged by phase.",
+            rich_help_panel=_METRICS,
+            show_default=False,
+        ),
+    ] = None,
     snapshot_dir: Annotated[
         Path | None,
         typer.Option(
@@ -176,6 +186,8 @@ def serve(
         kvscope serve --engine num_host_blocks=4096 --engine compaction_seconds=0.002 --engine controller=on
 
         kvscope serve tiny-mla --engine prefix_caching=off
+
+        kvscope serve --profile-to http://127.0.0.1:4040
 
         kvscope serve --buckets latency=0.1,0.2,0.4,0.8,1.6,3.2,6.4 --buckets tail=0.8,1.6,3.2
     """
@@ -215,7 +227,7 @@ def serve(
             loaded = load_model(model, device=device)
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
         settings = ServerSettings(token=token, grace_seconds=grace)
-        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes)
+        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, profile_to)
 
 
 def is_loopback(host: str) -> bool:
@@ -283,6 +295,7 @@ def _run(
     listener: socket.socket,
     snapshot_dir: Path | None,
     snapshot_bytes: int,
+    profile_to: str | None,
 ) -> None:
     """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
     from exporters.gpu.nvml import NvmlSource
@@ -334,7 +347,7 @@ def _run(
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
     host, port = listener.getsockname()[:2]
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    with quiet_signals():
+    with quiet_signals(), _profiled(thread.engine, profile_to):
         thread.start()
         gpus.start()
         try:
@@ -353,6 +366,19 @@ def _run(
             finally:
                 if tracing is not None:
                     tracing.close()
+
+
+@contextlib.contextmanager
+def _profiled(engine: Engine, url: str | None) -> Iterator[None]:
+    """CPU profiles of this process go to `url`, tagged by the engine's phase."""
+    if url is None:
+        yield
+        return
+    from exporters.profiles import profiles_to
+    from observability.engine.profiling import named, phases
+
+    with profiles_to(url, {"model": engine.telemetry.model}) as tag, named(phases(engine), tag):
+        yield
 
 
 @contextlib.contextmanager
