@@ -144,6 +144,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="URL",
+            envvar="KVSCOPE_PROFILE_TO",
             help="Send CPU profiles to this Pyroscope server, 100 samples a second, tagged by phase.",
             rich_help_panel=_METRICS,
             show_default=False,
@@ -371,7 +372,7 @@ def _run(
 @contextlib.contextmanager
 def _profiled(engine: Engine, url: str | None) -> Iterator[None]:
     """CPU profiles of this process go to `url`, tagged by the engine's phase."""
-    if url is None:
+    if not url:  # also a variable that is set to nothing
         yield
         return
     from exporters.profiles import profiles_to

@@ -38,6 +38,8 @@ def load(path: Path) -> Json:
 
 SERVICES: dict[str, Json] = load(COMPOSE)["services"]
 OURS = [name for name, service in SERVICES.items() if service["image"].startswith("kvscope:")]
+#: Paths that the image of another project has.
+IMAGE_FILES = {"pyroscope": ("/etc/pyroscope/config.yaml",)}
 each_service = pytest.mark.parametrize("name", SERVICES)
 
 
@@ -58,7 +60,7 @@ def test_compose_lint_finds_nothing_of_medium_severity_or_above() -> None:
 
 def test_services_are_those_that_the_documents_promise() -> None:
     assert set(SERVICES) == {
-        "secrets", "model", "engine", "load", "prometheus", "alertmanager", "grafana", "forecast", "app",
+        "secrets", "model", "engine", "load", "prometheus", "alertmanager", "grafana", "forecast", "app", "pyroscope",
     }  # fmt: skip
 
 
@@ -94,7 +96,9 @@ def test_service_that_stays_up_has_a_health_check_or_a_reason(name: str) -> None
     else:
         assert check["test"][0] in ("CMD", "CMD-SHELL")
         ports = {port.split(":")[2] for port in service["ports"]}
-        assert any(f"127.0.0.1:{port}/" in " ".join(check["test"]) for port in ports), "asks the port that it serves"
+        assert any(re.search(rf"127\.0\.0\.1:{port}\b", " ".join(check["test"])) for port in ports), (
+            "asks the port that it serves"
+        )
 
 
 @each_service
@@ -135,7 +139,8 @@ def test_every_path_that_a_service_names_is_mounted_or_writable(name: str) -> No
     words = [*service.get("command", []), *map(str, service.get("environment", {}).values())]
     for word in words:
         for path in re.findall(r"(?:^|=|#)(/[\w./-]+)", word):
-            assert any(path == target or path.startswith(target + "/") for target in _mounts(name)), path
+            if path not in IMAGE_FILES.get(name, ()):
+                assert any(path == target or path.startswith(target + "/") for target in _mounts(name)), path
 
 
 def _dry_parse(arguments: list[str]) -> Any:
@@ -187,6 +192,16 @@ def test_engine_load_prometheus_and_grafana_share_the_secrets_that_the_first_ser
     assert used == {f"{folder}/{name}" for name in made}
     for name in ("engine", "load", "prometheus", "grafana"):
         assert _mounts(name)[folder] == "secrets"
+
+
+def test_profiles_are_off_until_they_are_asked_for_and_then_go_to_the_server_of_that_profile() -> None:
+    assert [name for name, service in SERVICES.items() if service.get("profiles")] == ["pyroscope"]
+    assert SERVICES["engine"]["environment"]["KVSCOPE_PROFILE_TO"] == "${KVSCOPE_PROFILE_TO:-}"
+    [address] = re.findall(r"KVSCOPE_PROFILE_TO=(\S+) docker compose --profile profiling up", COMPOSE.read_text())
+    assert address == "http://pyroscope:4040"
+    assert SERVICES["pyroscope"]["ports"] == ["127.0.0.1:4040:4040"]
+    [option] = [o for o in typer.main.get_command(cli.root).commands["serve"].params if o.name == "profile_to"]  # type: ignore[attr-defined]
+    assert option.envvar == "KVSCOPE_PROFILE_TO"
 
 
 # -- Dockerfile -----------------------------------------------------------------------------------------------------
