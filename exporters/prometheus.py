@@ -49,7 +49,7 @@ def render(families: Iterable[FamilySamples], *, openmetrics: bool) -> bytes:
             sample = _series_text(family.name, family.labels, suffix, labels) + _number(value)
             out.append(sample + _exemplar_text(exemplar) if exemplar is not None and openmetrics else sample)
     out.append("# EOF\n" if openmetrics else "")
-    return "\n".join(out).encode()
+    return "\n".join(out).encode("utf-8", "replace")  # an id that is no text must not cost the whole exposition
 
 
 @lru_cache(maxsize=1024)

@@ -95,8 +95,8 @@ STEP_BOUNDS = (*_log_spaced(10, 0.00005, 10.0), 20.0, 40.0)
 #: Lower bounds of the tail families: a series `gt="0.8"` counts requests slower than 0.8 s. "0" counts all; every other one is a
 #: bound of request duration too.
 TAIL_BOUNDS = (
-    0.0, 0.05, 0.1, 0.2, 0.315, 0.4, 0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 6.3, 8.0, 10.0, 12.5, 16.0,
-    20.0, 31.5, 50.0, 80.0, 160.0, 315.0,
+    0.0, 0.05, 0.1, 0.2, 0.315, 0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.15, 4.0, 5.0, 8.0, 10.0, 16.0, 20.0, 31.5, 50.0,
+    100.0,
 )  # fmt: skip
 #: Of time to first token by tenant: few, for their number is multiplied by that of tenants.
 TENANT_TTFT_BOUNDS = (0.1, 0.25, 0.5, 0.8, 1.25, 2.5, 5.0, 10.0, 30.0, 60.0)

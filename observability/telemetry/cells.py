@@ -96,7 +96,7 @@ class Cells(StepClock):
         self, model: str, clock: Callable[[], float], engine_labels: tuple[str, ...], buckets: BucketPlan
     ) -> None:
         super().__init__(clock)
-        self.model = model
+        self.model = model = model.encode("utf-8", "replace").decode()  # of a path, it may hold what is no text
         self._engine_labels = (model, *engine_labels, _version())
         self._published: Published | None = None
         self.mechanisms = Mechanisms(model)
