@@ -6,15 +6,17 @@ bundled engine have no such label. Beside the signals a file records the capabil
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from alerts import rules
+from alerts import burn, rules, symptoms
+from alerts.types import Recording
 from exporters.adapters import promql
 from exporters.adapters.capability import VALUE
 from exporters.adapters.engines import ADAPTERS, BUNDLED, TITLES, capability
 from exporters.adapters.table import Adapter, Histogram
 from observability import objectives as o
-from observability.signals import BY_NAME
+from observability.signals import BY_NAME, WINDOW
 
 #: Value 1, 0.5 or 0 for yes, partial or no, with labels engine, signal, status and reason (none where the signal is fed fully).
 CAPABILITY = "engine_signal:kvscope_capability:info"
@@ -23,17 +25,25 @@ CAPABILITY_INTERVAL = "1m"
 FOLDER = "alerts/generated/adapters"
 
 
+def objective_recordings(adapter: Adapter) -> Iterator[Recording]:
+    """The three rates that burn rates are made of (alerts/burn.py), for each general latency objective that is fed. An engine
+    without classes has one budget a model."""
+    for objective in o.LATENCY_OBJECTIVES:
+        if objective.name in adapter.latencies:
+            source = adapter.latencies[objective.name][0]
+            total, good = promql.threshold_rates(adapter, objective, source, WINDOW)
+            labels = {"objective": objective.name}
+            yield Recording(burn.EVENTS, total, labels)
+            yield Recording(burn.BAD, f"{total} - {good}", labels)
+            yield Recording(burn.ALLOWED, f"{1 - objective.target:.6g} * {total}", labels)
+
+
 def _alert_recordings(adapter: Adapter) -> list[tuple[str, str]]:
-    """The series beside the signals that alerts read."""
+    """The series by instance that alerts read."""
     out = []
-    if o.TTFT.name in adapter.latencies:
-        ttft = adapter.latencies[o.TTFT.name][0]
-        out.append((rules.TTFT_ERROR_RATIO_LONG, promql.slow_share(adapter, o.TTFT, ttft, rules.LONG_WINDOW)))
-        counted = promql.vector(adapter, ttft.of, window=rules.LONG_WINDOW, suffix="_count")
-        out.append((rules.TTFT_REQUESTS_LONG, f"sum by (model) ({counted}) * 3600"))
     for name, signal in (
-        (rules.INSTANCE_KV_USAGE, "model:kvscope_kv_usage:ratio"),
-        (rules.INSTANCE_WAITING, "model:kvscope_requests_waiting:sum"),
+        (symptoms.KV_USAGE, "model:kvscope_kv_usage:ratio"),
+        (symptoms.WAITING, "model:kvscope_requests_waiting:sum"),
     ):
         if signal in adapter.feeds:
             source = adapter.feeds[signal].source
@@ -73,6 +83,12 @@ def rule_file(engine: str) -> str:
     for area, found in groups(ADAPTERS[engine]).items() if engine in ADAPTERS else ():
         recorded = [{"record": name, "expr": expr, "labels": {"engine": engine}} for name, expr in found]
         out += rules.rule_groups(f"{engine}-{area}", recorded, "recording")
+    if engine in ADAPTERS:
+        objectives = [
+            {"record": r.name, "expr": r.expr, "labels": {**r.labels, "engine": engine}}
+            for r in objective_recordings(ADAPTERS[engine])
+        ]
+        out += rules.rule_groups(f"{engine}-objectives", objectives, "recording") if objectives else ()
     constants = list(rules.rule_groups(f"{engine}-feeds", capability_rules(engine), "recording"))
     out += [{**group, "interval": CAPABILITY_INTERVAL} for group in constants]
     return rules.to_yaml(out, f"exporters/adapters/{engine.replace('-', '_')}.py")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from alerts import rules
+from alerts import burn, rules
+from alerts.links import runbook_url
 from dashboards.panels import Json, Query, TimeSeries, link
 from observability import catalog as c
+from observability import objectives as o
 
-TTFT_BURN, KV_EXHAUSTED, STALE = (alert.name for alert in rules.ALERTS)
+TTFT_BURN = burn.alert_name(o.TTFT.name)
+AVAILABILITY_BURN = burn.alert_name("availability")
+KV_EXHAUSTED, STALE, QUEUE_GROWING = "KvscopeKVCacheExhausted", "KvscopeSourceStale", "KvscopeQueueGrowing"
 RECORDED = rules.recorded_names()
 
 #: One colour for each state and component, on every panel.
@@ -20,7 +24,11 @@ COMPONENT_COLORS = {
     "dequant": "light-red", "forward_prefill": "blue", "forward_decode": "green", "sample": "light-blue",
     "emit": "light-green", "idle": "#808080", c.UNTOLD: "light-yellow",
 }  # fmt: skip
-BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue", c.ALLOCATABLE: "#808080"}
+OUTCOME_COLORS = {
+    "received": "purple", "stop": "green", "length": "blue", "abort": "yellow", "error": "red", "rejected": "orange",
+    "deadline": "dark-red",
+}  # fmt: skip
+BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue", c.ALLOCATABLE: "#a0a0a0"}
 #: Lengths are ordered: from pale to deep.
 LENGTH_COLORS = dict(
     zip(c.LENGTH_BUCKETS, ("#e0b400", "#7ad151", "#22a884", "#2a88ae", "#5b6abf", "#9b59b6"), strict=True)
@@ -37,6 +45,7 @@ STACKED: Json = {"fillOpacity": 45, "lineWidth": 0, "stacking": {"group": "A", "
 LINES: Json = {"fillOpacity": 0}
 NAMED_LEGEND: Json = {"legend": {"calcs": ["lastNotNull"], "displayMode": "table", "placement": "right"}}
 NO_QUANT = "No quantization error: the engine stores KV unquantized (kv_dtype=auto)"
+NO_TENANTS = "No tenants: requests name none"
 NO_BOUND = "No bounded KV pool"
 NO_TRAFFIC = "No requests in the last 5 minutes"
 
@@ -70,7 +79,7 @@ def query(expr: str, legend: str) -> Query:
 
 def about(alert: str, title: str, description: str) -> Json:
     """What every panel has: the question, what is shown and what to do, and the runbook of the alert it belongs to."""
-    return {"title": title, "description": description, "links": [link(f"Runbook: {alert}", rules.runbook_url(alert))]}
+    return {"title": title, "description": description, "links": [link(f"Runbook: {alert}", runbook_url(alert))]}
 
 
 def known(expr: str) -> str:
@@ -85,9 +94,8 @@ def lines(alert: str, title: str, description: str, unit: str, *queries: Query, 
     """Lines from zero, without fill. The axis reaches at least 1 (one request, one event), or `up_to`."""
     up_to = fields.pop("up_to", {"short": 1, "ops": 1, "reqps": 1}.get(unit))
     custom = {**LINES, **({} if up_to is None else {"axisSoftMax": up_to}), **fields.pop("custom", {})}
-    return TimeSeries(
-        **about(alert, title, description), targets=list(queries), unit=unit, min=0, custom=custom, **fields
-    )
+    fields.setdefault("min", 0)
+    return TimeSeries(**about(alert, title, description), targets=list(queries), unit=unit, custom=custom, **fields)
 
 
 def stack(alert: str, title: str, description: str, unit: str, *queries: Query, **fields: Any) -> TimeSeries:

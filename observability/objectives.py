@@ -1,35 +1,194 @@
-"""Service objectives as data: what is promised, and the bucket bound that measures it. Imports the catalogue only.
+"""Service objectives as data: what is promised, and the bucket bound that measures it. Imports the catalogue and the errors.
 
 Rules, boards and the app take their thresholds from here, so that a line on a chart and an alert never disagree.
+`KVSCOPE_OBJECTIVES` names a TOML file with objectives of your own (docs/objectives.md); all parts read the same one.
 """
 
 from __future__ import annotations
 
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from observability import catalog
 from observability.catalog import Family
+from observability.errors import ConfigError
+
+ENVIRONMENT = "KVSCOPE_OBJECTIVES"
+#: How a request can end well, and how it can end badly. An abort is the client's choice and counts as neither.
+GOOD_OUTCOMES = ("stop", "length")
+BAD_OUTCOMES = ("error", "rejected", "deadline")
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyObjective:
-    """`target` of the requests stay at or under `threshold_seconds`, which is always a bucket bound of `family`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """`target` of the events are good. Without `model` or `request_class` it is for all that have no objective of their own.
+
+    Fewer than `min_events` within a window prove nothing: a single slow request at night must not page.
+    """
 
     name: str
     title: str
-    family: Family
-    threshold_seconds: float
     target: float
+    model: str = ""
+    request_class: str = ""
+    min_events: int = 30
+    events: str = "requests"
+
+    @property
+    def applies_to(self) -> Mapping[str, str]:
+        """Labels that a series of this objective must have."""
+        return {k: v for k, v in (("model", self.model), ("class", self.request_class)) if v}
 
     def __post_init__(self) -> None:
+        if not 0.5 <= self.target < 1:
+            raise ConfigError(
+                f"Objective {self.name}: target {self.target:g} is not a share between 0.5 and 1.",
+                next_step="Write 99 % as target = 0.99.",
+            )
+        if self.model and self.request_class:
+            raise ConfigError(
+                f"Objective {self.name} is for a model and a class at once.",
+                next_step="Name one of the two; a model's objective stands before a class's.",
+            )
+        if self.request_class and self.request_class not in catalog.CLASSES:
+            raise ConfigError(
+                f"Objective {self.name}: there is no class {self.request_class!r}.",
+                next_step=f"Use one of {', '.join(catalog.CLASSES)}.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyObjective(Objective):
+    """`target` of the events stay at or under `threshold_seconds`, which is always a bucket bound of `family`."""
+
+    family: Family
+    threshold_seconds: float
+
+    def __post_init__(self) -> None:
+        Objective.__post_init__(self)
         if self.threshold_seconds not in self.family.bounds:
-            raise ValueError(f"{self.name}: {self.threshold_seconds} s is not a bucket bound of {self.family.name}")
+            near = sorted(sorted(self.family.bounds, key=lambda b: abs(b - self.threshold_seconds))[:4])
+            raise ConfigError(
+                f"Objective {self.name}: {self.threshold_seconds:g} s is not a bucket bound of {self.family.name}.",
+                next_step=f"Use one of the nearest: {', '.join(f'{b:g}' for b in near)}.",
+            )
 
 
-TTFT = LatencyObjective("ttft", "Time to first token", catalog.TIME_TO_FIRST_TOKEN, 0.8, 0.99)
-ITL = LatencyObjective("itl", "Inter-token latency", catalog.INTER_TOKEN_LATENCY, 0.1, 0.99)
-E2E = LatencyObjective("e2e", "Request duration", catalog.REQUEST_DURATION, 20.0, 0.99)
-LATENCY_OBJECTIVES = (TTFT, ITL, E2E)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvailabilityObjective(Objective):
+    """`target` of the requests that end by anything but an abort end well."""
+
+
+_DEFAULTS: tuple[Objective, ...] = (
+    LatencyObjective(
+        name="ttft", title="Time to first token", target=0.99,
+        family=catalog.TIME_TO_FIRST_TOKEN, threshold_seconds=0.8,
+    ),
+    LatencyObjective(
+        name="itl", title="Inter-token latency", target=0.99, min_events=1000, events="tokens",
+        family=catalog.INTER_TOKEN_LATENCY, threshold_seconds=0.1,
+    ),
+    LatencyObjective(
+        name="e2e", title="Request duration", target=0.99,
+        family=catalog.REQUEST_DURATION, threshold_seconds=20.0,
+    ),
+    AvailabilityObjective(name="availability", title="Availability", target=0.999),
+)  # fmt: skip
+SHORT_TITLES = {"ttft": "TTFT", "itl": "ITL", "e2e": "Duration", "availability": "Availability"}
+
+
+def parse(text: str, source: str) -> tuple[Objective, ...]:
+    """Objectives of a TOML text: `[[objective]]` tables with `name` (ttft, itl, e2e, availability), and any of `target`,
+    `threshold_seconds`, `min_events`, `model` and `class`. What is not named keeps its default.
+
+    ConfigError if the text, a key or a value makes no sense; it names `source`.
+    """
+    try:
+        tables = tomllib.loads(text).get("objective")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{source} is not TOML: {error}.", next_step="See docs/objectives.md for an example."
+        ) from error
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{source} has no [[objective]] table.", next_step="See docs/objectives.md for an example.")
+    out = {_key(objective): objective for objective in _DEFAULTS}
+    for table in tables:
+        objective = _of_table(table, source)
+        out[_key(objective)] = objective
+    return tuple(out.values())
+
+
+def _key(objective: Objective) -> tuple[str, str, str]:
+    return objective.name, objective.model, objective.request_class
+
+
+def _of_table(table: Mapping[str, Any], source: str) -> Objective:
+    default = next((x for x in _DEFAULTS if x.name == table.get("name")), None)
+    if default is None:
+        raise ConfigError(
+            f"{source}: an objective is named {table.get('name')!r}.",
+            next_step=f"Name it one of {', '.join(x.name for x in _DEFAULTS)}.",
+        )
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "target": (int, float), "threshold_seconds": (int, float), "min_events": int, "model": str, "class": str,
+    }  # fmt: skip
+    if not isinstance(default, LatencyObjective):
+        del kinds["threshold_seconds"]
+    for key, value in table.items():
+        if key != "name" and (key not in kinds or not isinstance(value, kinds[key]) or isinstance(value, bool)):
+            raise ConfigError(
+                f"{source}: objective {default.name} has {key} = {value!r}.",
+                next_step=f"It takes {', '.join(kinds)}; see docs/objectives.md.",
+            )
+    if '"' in (model := table.get("model", "")) or "\\" in model or "\n" in model:
+        raise ConfigError(f"{source}: model {model!r} cannot be a label in a rule.", next_step="Use the served name.")
+    fields = {name: getattr(default, name) for name in ("name", "title", "min_events", "events", "target")}
+    fields |= {"model": model, "request_class": table.get("class", "")}
+    fields |= {key: table[key] for key in ("target", "min_events") if key in table}
+    if isinstance(default, LatencyObjective):
+        threshold = float(table.get("threshold_seconds", default.threshold_seconds))
+        return LatencyObjective(family=default.family, threshold_seconds=threshold, **fields)
+    return AvailabilityObjective(**fields)
+
+
+def _read() -> tuple[Objective, ...]:
+    path = os.environ.get(ENVIRONMENT)
+    if not path:
+        return _DEFAULTS
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse(file.read(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{ENVIRONMENT} names {path}, which cannot be read: {error}.", next_step="Correct or unset it."
+        ) from error
+
+
+def excluded(objective: Objective, among: Sequence[Objective] | None = None) -> Mapping[str, tuple[str, ...]]:
+    """Label values that `objective` leaves to more specific ones of its name, by label, so that none counts twice.
+
+    A model's objective stands before a class's, which stands before the general one.
+    """
+    others = [x for x in (OBJECTIVES if among is None else among) if x.name == objective.name]
+    models = tuple(x.model for x in others if x.model)
+    classes = tuple(x.request_class for x in others if x.request_class)
+    out: dict[str, tuple[str, ...]] = {}
+    if models and not objective.model:
+        out["model"] = models
+    if classes and not objective.applies_to:
+        out["class"] = classes
+    return out
+
+
+OBJECTIVES: tuple[Objective, ...] = _read()
+#: The general latency objectives: what a chart over all classes of a model is held against.
+LATENCY_OBJECTIVES: tuple[LatencyObjective, ...] = tuple(
+    x for x in OBJECTIVES if isinstance(x, LatencyObjective) and not x.applies_to
+)
+TTFT, ITL, E2E = LATENCY_OBJECTIVES
 
 #: Share of the KV pool held by running requests above which the next long prompt is likely to wait or preempt.
 KV_USAGE_WARNING = 0.85

@@ -91,12 +91,14 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
     for q in QUANTILES:
         inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({lowest}{{{engine}}} / {q:g}, 1)"
         yield f"model:{name}:p{q * 100:g}_5m", _scaled(inside, source.of.scale, compound=True)
-    yield f"model:{name}:error_ratio_rate{WINDOW}", slow_share(adapter, objective, source, WINDOW)
+    events, good = threshold_rates(adapter, objective, source, WINDOW)
+    yield f"model:{name}:error_ratio_rate{WINDOW}", f"1 - {good} / {events}"
     yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - max by (model) ({finite}) / {total}"
 
 
-def slow_share(adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str) -> str:
-    """Share of requests over the objective's threshold: exact where the target has that bucket bound, else from the bound below."""
+def threshold_rates(adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str) -> tuple[str, str]:
+    """Rates of all events and of those within the objective's threshold: exact where the target has that bucket bound, else from
+    the bound below."""
     exact = f"{objective.threshold_seconds / source.of.scale:g}"
     bounds = [exact.replace(".", r"\.")] + ([source.bound] if source.bound and source.bound != exact else [])
     good = []
@@ -105,7 +107,7 @@ def slow_share(adapter: Adapter, objective: LatencyObjective, source: Histogram,
         pattern += r"(\\.0+)?" if "." not in bound else "0*"  # "1", "1.0" and "1.00" are one bound
         good.append(vector(adapter, source.of, window=window, suffix="_bucket", where=f'le=~"{pattern}"'))
     total = vector(adapter, source.of, window=window, suffix="_bucket", where='le="+Inf"')
-    return f"1 - sum by (model) ({' or on (job, instance) '.join(good)}) / sum by (model) ({total})"
+    return f"sum by (model) ({total})", f"sum by (model) ({' or on (job, instance) '.join(good)})"
 
 
 def _scaled(text: str, scale: float, *, compound: bool = False) -> str:

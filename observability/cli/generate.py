@@ -22,15 +22,17 @@ Examples:
 def generated_files(grafana_url: str | None = None) -> dict[str, str]:
     """Path below the output folder -> text, of every board and rule file and the reference of metrics."""
     from alerts import adapters, rules
-    from dashboards import kv_cache_p99, runbooks
+    from alerts.links import GRAFANA_URL, runbook_uid
+    from dashboards import runbooks
+    from dashboards.boards import BOARDS
     from dashboards.panels import write
     from exporters.adapters.reference import page
     from observability.telemetry.reference import reference
 
-    base = rules.GRAFANA_URL if grafana_url is None else grafana_url.rstrip("/")
-    files = {"dashboards/generated/kv-cache-p99.json": write(kv_cache_p99.board())}
-    for alert in rules.ALERTS:
-        files[f"dashboards/generated/{rules.runbook_uid(alert.name)}.json"] = write(runbooks.board(alert))
+    base = GRAFANA_URL if grafana_url is None else grafana_url.rstrip("/")
+    files = {f"dashboards/generated/{name}.json": write(board()) for name, board in BOARDS.items()}
+    for name in rules.ALERT_NAMES:
+        files[f"dashboards/generated/{runbook_uid(name)}.json"] = write(runbooks.board(rules.named(name)))
     files["docs/metrics.md"] = reference()
     files["alerts/generated/kvscope-recording.yml"] = rules.recording_file()
     files["alerts/generated/kvscope-alerts.yml"] = rules.alert_file(base)

@@ -45,7 +45,8 @@ def config(targets: dict[str, list[str]], models: dict[str, list[str]], rules: P
     """The configuration as data, from targets (host:port) and model names by engine; `rules` is the folder that
     `kvscope generate` wrote below. Raises ConfigError for what Prometheus or the engine's rules could not work with."""
     from alerts import adapters
-    from alerts import rules as own
+    from alerts.links import JOB
+    from alerts.rules import INTERVAL
     from exporters.adapters.engines import ADAPTERS, BUNDLED, TITLES
 
     jobs = []
@@ -71,9 +72,9 @@ def config(targets: dict[str, list[str]], models: dict[str, list[str]], rules: P
             raise ConfigError(f"{TITLES[engine]} names its models itself.", next_step="Leave --model out for it.")
         jobs.append(
             {
-                "job_name": own.JOB if engine == BUNDLED else f"{own.JOB}-{engine}",
+                "job_name": JOB if engine == BUNDLED else f"{JOB}-{engine}",
                 "metrics_path": adapter.path if adapter else "/metrics",
-                "scrape_interval": own.INTERVAL,
+                "scrape_interval": INTERVAL,
                 "scrape_timeout": "10s",
                 "body_size_limit": BODY_LIMIT,
                 "static_configs": [static],
@@ -83,7 +84,7 @@ def config(targets: dict[str, list[str]], models: dict[str, list[str]], rules: P
             files.append(f"adapters/{engine}.yml")
     folder = rules / Path(adapters.FOLDER).parent
     return {
-        "global": {"scrape_interval": own.INTERVAL, "evaluation_interval": own.INTERVAL},
+        "global": {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL},
         "rule_files": [str(folder / file) for file in files],
         "scrape_configs": jobs,
     }

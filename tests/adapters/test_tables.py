@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alerts import adapters, rules
+from alerts import adapters, burn, rules, symptoms
 from exporters.adapters import promql
 from exporters.adapters.capability import Capability
 from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capability
@@ -22,15 +22,14 @@ from tests.boards.promql import selectors
 from tests.conftest import REPO
 
 FILES = {path: yaml.safe_load(text) for path, text in adapters.rule_files().items()}
-ALERT_SERIES = {
-    rules.TTFT_ERROR_RATIO_LONG, rules.TTFT_REQUESTS_LONG, rules.INSTANCE_KV_USAGE, rules.INSTANCE_WAITING,
-}  # fmt: skip
+ALERT_SERIES = {symptoms.KV_USAGE, symptoms.WAITING}
+BURN_SERIES = {burn.EVENTS, burn.BAD, burn.ALLOWED}
 
 
 def recorded(engine: str) -> dict[str, str]:
     """Recorded name -> expression of an engine's rule file, capabilities left out."""
     found = [r for g in FILES[f"{adapters.FOLDER}/{engine}.yml"]["groups"] for r in g["rules"]]
-    return {r["record"]: r["expr"] for r in found if r["record"] != adapters.CAPABILITY}
+    return {r["record"]: r["expr"] for r in found if r["record"] not in {adapters.CAPABILITY, *BURN_SERIES}}
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -157,3 +156,17 @@ def test_every_series_of_an_engine_has_a_value_worked_out_by_hand(engine: str) -
     tested = {s.name for case in cases for s, _ in selectors(case["expr"])} - {adapters.CAPABILITY}
     assert tested == set(recorded(engine))
     assert all(case["exp_samples"] for case in cases)
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_objectives_of_an_engine_count_what_its_error_ratio_divides(engine: str) -> None:
+    """The ratio's value is worked out by hand above; the rates are its parts, so they need no values of their own."""
+    found = list(adapters.objective_recordings(ADAPTERS[engine]))
+    assert {r.labels["objective"] for r in found} == set(ADAPTERS[engine].latencies)
+    for name in ADAPTERS[engine].latencies:
+        events, bad, allowed = (r.expr for r in found if r.labels["objective"] == name)
+        objective = next(x for x in LATENCY_OBJECTIVES if x.name == name)
+        ratio = recorded(engine)[f"model:{objective.family.name}:error_ratio_rate5m"]
+        assert bad.startswith(f"{events} - ")
+        assert ratio == f"1 - {bad.removeprefix(f'{events} - ')} / {events}"
+        assert allowed == f"{1 - objective.target:.6g} * {events}"

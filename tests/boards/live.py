@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from alerts import rules
+from alerts.links import JOB
 from exporters.prometheus import Exporter, start_exporter
 from observability import catalog
 from observability.engine.clock import MonotonicClock
@@ -164,7 +165,7 @@ def start_prometheus(
     config: dict[str, Any] = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": ["recording.yml", "alerts.yml"],
-        "scrape_configs": [{"job_name": rules.JOB, "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": targets}]}],
     }
     if alertmanager:
         config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}

@@ -62,5 +62,8 @@ def known_series() -> dict[str, set[str]]:
             known |= {f"{family.name}_{part}": set(family.labels) for part in ("count", "sum")}
     known |= {signal.name: set(signal.by) for signal in SIGNALS}
     for extra in rules.EXTRA_RECORDINGS:
-        known[extra.name] = {"model", "instance"} if extra.name.startswith("model_instance:") else {"model"}
+        level = extra.name.split(":")[0]
+        known[extra.name] = {
+            part.replace("-", "_") for part in level.replace("length_bucket", "length-bucket").split("_")
+        }
     return known

@@ -14,8 +14,10 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from alerts import rules
-from dashboards import kv_cache_p99, runbooks
+from alerts import burn, rules, symptoms
+from alerts.links import board_url, runbook_url
+from dashboards import runbooks
+from dashboards.boards import BOARDS as MAKERS
 from dashboards.panels import COLUMNS, write
 from observability import catalog, objectives
 from tests.boards.promql import TARGET_LABELS, fill, function_names, known_series, selectors
@@ -26,8 +28,8 @@ TYPES = {
     for kind, schema in json.loads((SCHEMAS / "grafana-13.2.3-types.json").read_text())["schemas"].items()
 }
 IDS = json.loads((SCHEMAS / "grafana-13.2.3-ids.json").read_text())
-MAIN = json.loads(write(kv_cache_p99.board()))
-BOARDS = [MAIN, *(json.loads(write(runbooks.board(alert))) for alert in rules.ALERTS)]
+MAIN = {name: json.loads(write(board())) for name, board in MAKERS.items()}
+BOARDS = [*MAIN.values(), *(json.loads(write(runbooks.board(rules.named(name)))) for name in rules.ALERT_NAMES)]
 KNOWN = known_series()
 
 Json = dict[str, Any]
@@ -43,10 +45,14 @@ def asking(board: Json) -> list[Json]:
     return [panel for panel in every_panel(board) if panel["type"] not in ("row", "text")]
 
 
-PANELS = [pytest.param(panel, id=panel["title"]) for panel in asking(MAIN)]
+EVERY = [panel for board in MAIN.values() for panel in asking(board)]
+PANELS = [
+    pytest.param(panel, id=f"{name}: {panel['title']}") for name, board in MAIN.items() for panel in asking(board)
+]
 TARGETS = [
-    pytest.param(panel, target, id=f"{panel['title']} {target['refId']}")
-    for panel in asking(MAIN)
+    pytest.param(panel, target, id=f"{name}: {panel['title']} {target['refId']}")
+    for name, board in MAIN.items()
+    for panel in asking(board)
     for target in panel["targets"]
 ]
 
@@ -177,13 +183,23 @@ PLANTED = {
     "unknown option of a transformation": _set("table.transformations.1.options.renameBy", {}),
     "unknown override matcher": _set("timeseries.fieldConfig.overrides.0.matcher.id", "byLabel"),
     "two panels with one id": _set("stat.id", 1),
-    "panels that overlap": _set("timeseries.gridPos.x", 5),
+    "panels that overlap": _set("timeseries.gridPos.y", 1),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_checks_find_a_planted_error(name: str) -> None:
-    board = copy.deepcopy(MAIN)
+    """In a board that holds a panel of each kind."""
+    kinds = {panel["type"]: panel for panel in EVERY}
+    board = copy.deepcopy(MAIN["p99"])
+    board["panels"] += [
+        copy.deepcopy(panel) for kind, panel in kinds.items() if kind not in {p["type"] for p in board["panels"]}
+    ]
+    for number, panel in enumerate(board["panels"], 1):
+        panel["id"], panel["gridPos"] = number, {"x": 0, "y": number, "w": 24, "h": 1}
+        for inner, below in enumerate(panel.get("panels", []), 1):
+            below["id"] = 1000 * number + inner
+    assert not faults(board)
     PLANTED[name](board)
     assert faults(board)
 
@@ -203,11 +219,13 @@ def test_board_is_read_only_tagged_and_in_schema_42(board: Json) -> None:
 
 
 def test_writing_a_board_twice_gives_the_same_bytes() -> None:
-    assert write(kv_cache_p99.board()) == write(kv_cache_p99.board())
+    for make in MAKERS.values():
+        assert write(make()) == write(make())
 
 
-def test_variables_are_a_data_source_and_multi_value_labels() -> None:
-    variables = {v["name"]: v for v in MAIN["templating"]["list"]}
+@pytest.mark.parametrize("board", MAIN.values(), ids=list(MAIN))
+def test_variables_are_a_data_source_and_multi_value_labels(board: Json) -> None:
+    variables = {v["name"]: v for v in board["templating"]["list"]}
     assert list(variables) == ["datasource", "model", "instance", "class"]
     assert variables["datasource"]["label"] == "Data source"
     for name in ("model", "instance", "class"):
@@ -227,18 +245,30 @@ def test_panel_asks_a_question_explains_itself_and_links_its_runbook(panel: Json
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"]
     assert panel["datasource"]["uid"] == "${datasource}"
-    assert panel["links"][0]["url"] in {rules.runbook_url(alert.name) for alert in rules.ALERTS}
+    runbook, neighbour = (entry["url"] for entry in panel["links"])
+    assert runbook in {runbook_url(name) for name in rules.ALERT_NAMES}
+    assert neighbour in {board_url(name) for name in MAKERS}
 
 
-def test_titles_are_unique() -> None:
-    titles = [panel["title"] for panel in every_panel(MAIN)]
+@pytest.mark.parametrize("board", MAIN.values(), ids=list(MAIN))
+def test_titles_are_unique_and_all_other_boards_are_linked(board: Json) -> None:
+    titles = [panel["title"] for panel in every_panel(board)]
     assert len(titles) == len(set(titles))
+    others = {board_url(name) for name in MAKERS} - {f"/d/{board['uid']}"}
+    assert others <= {entry["url"] for entry in board["links"]}
+
+
+def test_every_alert_is_explained_on_the_board_that_it_links() -> None:
+    for alert in rules.ALERTS:
+        assert runbook_url(alert.name) in {entry["url"] for entry in MAIN[alert.board]["links"]}
 
 
 @pytest.mark.parametrize("panel", PANELS)
 def test_quantities_start_at_zero(panel: Json) -> None:
     if panel["type"] in ("timeseries", "bargauge", "stat"):
-        assert panel["fieldConfig"]["defaults"]["min"] == 0
+        differences = any(" offset " in t["expr"] and " - " in t["expr"] for t in panel["targets"])
+        signed = panel["fieldConfig"]["defaults"]["unit"] == "dB"
+        assert differences or signed or panel["fieldConfig"]["defaults"]["min"] == 0
 
 
 @pytest.mark.parametrize(("panel", "target"), TARGETS)
@@ -266,15 +296,11 @@ def test_query_follows_the_rules_for_queries(panel: Json, target: Json) -> None:
 def test_raw_families_are_read_only_where_a_split_or_a_distribution_is_needed() -> None:
     """Everything else is a recorded signal, so that board, alert and app show one number."""
     raw = {
-        s.name
-        for panel in asking(MAIN)
-        for t in panel["targets"]
-        for s, _ in selectors(fill(t["expr"]))
-        if ":" not in s.name
+        s.name for panel in EVERY for t in panel["targets"] for s, _ in selectors(fill(t["expr"])) if ":" not in s.name
     }
     assert raw <= {
         catalog.TIME_TO_FIRST_TOKEN.series, catalog.INTER_TOKEN_LATENCY.series, catalog.REQUEST_DURATION.series,
-        catalog.KV_QUANT_RELATIVE.series, catalog.STEP_DURATION.series, catalog.KV_BYTES.series,
+        catalog.KV_QUANT_RELATIVE.series, catalog.REQUEST_QUANT_ERROR.series, catalog.STEP_DURATION.series,
         catalog.KV_RECOMPUTED_TOKENS.series, catalog.KV_LAYOUT_FALLBACKS.series, catalog.REQUESTS_WAITING.series,
         catalog.LAST_UPDATE.series, catalog.ANOMALIES_TOTAL.series, catalog.SCRAPE_SECONDS.series,
         catalog.SCRAPE_SERIES.series,
@@ -283,7 +309,7 @@ def test_raw_families_are_read_only_where_a_split_or_a_distribution_is_needed() 
 
 def test_latency_queries_over_buckets_ask_for_exemplars() -> None:
     latency = {catalog.TIME_TO_FIRST_TOKEN.series, catalog.REQUEST_DURATION.series}
-    for panel in asking(MAIN):
+    for panel in EVERY:
         for target in panel["targets"]:
             if latency & {s.name for s, _ in selectors(fill(target["expr"]))}:
                 assert target["exemplar"], panel["title"]
@@ -291,8 +317,8 @@ def test_latency_queries_over_buckets_ask_for_exemplars() -> None:
 
 def test_both_parsers_read_every_query(program: Callable[[str], str], tmp_path: Path) -> None:
     """promql-parser speaks the grammar of 3.x, promtool that of the installed server: queries keep to what both know."""
-    exprs = {fill(t["expr"]) for panel in asking(MAIN) for t in panel["targets"]}
-    exprs |= {fill(mark["expr"]) for mark in MAIN["annotations"]["list"]}
+    exprs = {fill(t["expr"]) for panel in EVERY for t in panel["targets"]}
+    exprs |= {fill(mark["expr"]) for board in MAIN.values() for mark in board["annotations"]["list"]}
     rule_file = tmp_path / "queries.yml"
     all_rules = [{"record": f"q:{i}:x", "expr": expr} for i, expr in enumerate(sorted(exprs))]
     rule_file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": all_rules}]}))
@@ -304,32 +330,32 @@ def test_both_parsers_read_every_query(program: Callable[[str], str], tmp_path: 
 def test_thresholds_of_the_first_row_are_those_of_alerts_and_objectives() -> None:
     stats = {
         panel["title"]: [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]]
-        for panel in asking(MAIN)
+        for panel in asking(MAIN["overview"])
         if panel["type"] == "stat"
     }
     assert stats["Do first tokens come in time? (P99)"] == [None, objectives.TTFT.threshold_seconds]
     assert stats["Do tokens flow evenly? (P99)"] == [None, objectives.ITL.threshold_seconds]
     assert stats["Do requests end in time? (P99)"] == [None, objectives.E2E.threshold_seconds]
-    by_name = {alert.name: alert.expr for alert in rules.ALERTS}
+    by_name = {alert.name: alert.expr for alert in reversed(rules.ALERTS)}  # of one name the first, which pages
     assert f"> {stats['How full is the KV pool?'][-1]:g}" in by_name["KvscopeKVCacheExhausted"]
     assert f"> {stats['Are these numbers fresh?'][-1]:g}" in by_name["KvscopeSourceStale"]
-    burn = stats["Does the TTFT budget burn?"][-1]
-    assert f"> {burn * (1 - objectives.TTFT.target):g}" in by_name["KvscopeTTFTBudgetBurn"]
+    worst = stats["How fast does the worst budget burn?"][-1]
+    assert f'{burn.burn("1h")}{{objective="ttft"}} > {worst:g}' in by_name["KvscopeTTFTBudgetBurn"]
 
 
 def test_states_components_and_lengths_have_a_colour_each() -> None:
     from dashboards import shared
 
-    assert set(shared.STATE_COLORS) == set(catalog.STATES)
-    assert set(shared.COMPONENT_COLORS) == set(catalog.COMPONENTS)
+    assert set(shared.STATE_COLORS) == set(catalog.SHOWN_STATES)
+    assert set(shared.COMPONENT_COLORS) == set(catalog.SHOWN_COMPONENTS)
     assert set(shared.LENGTH_COLORS) == set(catalog.LENGTH_BUCKETS)
-    assert set(shared.BLOCK_COLORS) == set(catalog.BLOCK_STATES)
+    assert set(shared.BLOCK_COLORS) == {*catalog.BLOCK_STATES, catalog.ALLOCATABLE}
     for colors in (shared.STATE_COLORS, shared.COMPONENT_COLORS, shared.LENGTH_COLORS, shared.BLOCK_COLORS):
         assert len(set(colors.values())) == len(colors)
 
 
-def test_every_recorded_series_is_on_the_board_or_named_here_with_a_reason() -> None:
-    shown = {s.name for panel in asking(MAIN) for t in panel["targets"] for s, _ in selectors(fill(t["expr"]))}
+def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> None:
+    shown = {s.name for panel in EVERY for t in panel["targets"] for s, _ in selectors(fill(t["expr"]))}
     elsewhere = {
         "model:kvscope_prompt_tokens:rate5m": "the board shows tokens computed, which cached ones are not",
         "model:kvscope_generation_tokens:rate5m": "equals decode plus one a prefill of the tokens computed",
@@ -339,8 +365,19 @@ def test_every_recorded_series_is_on_the_board_or_named_here_with_a_reason() -> 
         "model_length_bucket:kvscope_kv_hit_tokens:rate5m": "numerator of both hit rates",
         "model:kvscope_telemetry_anomalies:rate5m": "the board splits anomalies by reason",
         "model:kvscope_last_update_age:seconds": "the board shows the oldest instance, which this newest one hides",
-        rules.TTFT_REQUESTS_LONG: "only the alert's floor of traffic",
-        rules.INSTANCE_WAITING: "only the alert",
     }
+    elsewhere |= {
+        symptoms.COMPUTED: "the board shows it by phase",
+        symptoms.COMPACTED: "whether compaction runs, for two alerts",
+        symptoms.FALLBACK_RATE: "the floor of two alerts",
+        symptoms.PREEMPTIONS: "the floor of an alert",
+        symptoms.LOOKUPS: "the floor of an alert",
+    }
+    elsewhere["model_window:kvscope_kv_regret_tokens:rate5m"] = "the board shows its share of the tokens looked up"
+    for family in ("kv_idle_before_eviction", "kv_reuse_gap"):
+        tails = (f"model_pool:kvscope_{family}_seconds:{p}_5m" for p in ("p90", "p99"))
+        elsewhere |= dict.fromkeys(tails, "the board compares medians")
+    windows = {name for name in rules.recorded_names() - shown if ":kvscope_objective_" in name}
+    elsewhere |= dict.fromkeys(windows, "the board shows some windows of one ratio")
     assert shown | set(elsewhere) >= rules.recorded_names()
     assert not shown & set(elsewhere)

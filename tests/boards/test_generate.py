@@ -38,13 +38,13 @@ def test_generate_writes_what_check_then_finds_current(tmp_path: Path) -> None:
 def test_check_names_missing_stale_and_unknown_files(tmp_path: Path) -> None:
     _run(str(tmp_path))
     (tmp_path / "alerts/generated/kvscope-alerts.yml").write_text("groups: []\n")
-    (tmp_path / "dashboards/generated/kv-cache-p99.json").unlink()
+    (tmp_path / "dashboards/generated/kv-cache.json").unlink()
     (tmp_path / "alerts/generated/old.yml").write_text("groups: []\n")
     code, output, error = _run(str(tmp_path), "--check")
     assert code != 0
     assert isinstance(error, KvscopeError)
     assert "stale    alerts/generated/kvscope-alerts.yml" in output
-    assert "missing  dashboards/generated/kv-cache-p99.json" in output
+    assert "missing  dashboards/generated/kv-cache.json" in output
     assert "unknown  alerts/generated/old.yml" in output
     assert "kvscope generate" in error.next_step
 
@@ -52,10 +52,10 @@ def test_check_names_missing_stale_and_unknown_files(tmp_path: Path) -> None:
 def test_another_grafana_moves_the_links_of_alerts_only(tmp_path: Path) -> None:
     _run(str(tmp_path), "--grafana-url", "https://grafana.example.com/")
     alerts = (tmp_path / "alerts/generated/kvscope-alerts.yml").read_text()
-    assert "https://grafana.example.com/d/kvscope-kv-cache-p99" in alerts
+    assert "https://grafana.example.com/d/kvscope-kv-cache" in alerts
     assert "127.0.0.1" not in alerts
-    board = (tmp_path / "dashboards/generated/kv-cache-p99.json").read_text()
-    assert board == (REPO / "dashboards/generated/kv-cache-p99.json").read_text()
+    board = (tmp_path / "dashboards/generated/kv-cache.json").read_text()
+    assert board == (REPO / "dashboards/generated/kv-cache.json").read_text()
 
 
 def test_bad_addresses_and_folders_are_named(tmp_path: Path) -> None:

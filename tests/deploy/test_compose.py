@@ -349,7 +349,7 @@ def test_addresses_inside_the_network_are_services_on_the_ports_that_they_serve(
     assert found == {"prometheus", "engine", "alertmanager"}
     scrape = config["global"]["scrape_interval"]
     assert source["jsonData"]["timeInterval"] == scrape
-    from alerts import rules
+    from alerts.links import GRAFANA_URL, JOB
 
-    assert config["scrape_configs"][0]["job_name"] == rules.JOB
-    assert SERVICES["grafana"]["environment"]["GF_SERVER_ROOT_URL"].rstrip("/") == rules.GRAFANA_URL
+    assert config["scrape_configs"][0]["job_name"] == JOB
+    assert SERVICES["grafana"]["environment"]["GF_SERVER_ROOT_URL"].rstrip("/") == GRAFANA_URL

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from alerts import rules
+from alerts.links import JOB
 from tests.conftest import wait_for
 
 REPO = Path(__file__).resolve().parents[2]
@@ -138,7 +139,7 @@ def test_prometheus_scrapes_the_engine_with_the_shared_token(
     assert httpx.get(f"http://{engine}/metrics").status_code == 401
 
     def up() -> bool:
-        answer = httpx.get(f"http://{prometheus}/api/v1/query", params={"query": f'up{{job="{rules.JOB}"}}'}).json()
+        answer = httpx.get(f"http://{prometheus}/api/v1/query", params={"query": f'up{{job="{JOB}"}}'}).json()
         return [sample["value"][1] for sample in answer["data"]["result"]] == ["1"]
 
     wait_for(up, 30, "a scrape that the engine accepts")

@@ -1,18 +1,21 @@
-"""Rows about the KV cache: hits by prompt length, the block pool and its fragmentation, quantization error."""
+"""The board "KV cache": hits by prompt length, who holds the blocks, fragmentation, residency, what is given up."""
 
 from __future__ import annotations
 
-from dashboards.panels import RED, Heatmap, Json, Line, Query, Section, color_overrides
+from alerts import rules, symptoms
+from dashboards.frame import frame
+from dashboards.panels import RED, YELLOW, Board, Heatmap, Json, Line, Query, Section, color_overrides
 from dashboards.shared import (
     BLOCK_COLORS,
     KV_EXHAUSTED,
     LENGTH_COLORS,
+    MODEL,
     NAMED_LEGEND,
-    NO_QUANT,
+    NO_BOUND,
+    NO_TRAFFIC,
     OF_INSTANCE,
     TTFT_BURN,
     about,
-    buckets,
     known,
     limits,
     lines,
@@ -21,7 +24,12 @@ from dashboards.shared import (
     stack,
 )
 from observability import catalog as c
-from observability import objectives as o
+
+HIT_RATE_DROP = "KvscopeHitRateDrop"
+NO_EVICTION = "No eviction in the last 5 minutes"
+#: A minute, ten, an hour: of the bounds of kvscope_kv_block_* the ones that people ask about.
+_SURVIVAL_AGES = "10|60|600|3600"
+_QUANTILES = ("p50", "p90", "p99")
 
 
 def hits() -> Section:
@@ -67,8 +75,24 @@ def hits() -> Section:
         overrides=colors,
         options=legend,
     )
+    hit_rate = "model_length_bucket:kvscope_kv_hit:ratio_rate30m"
+    yesterday = lines(
+        HIT_RATE_DROP,
+        "Does the cache do what it did yesterday?",
+        "Hit rate over 30 minutes by prompt length, less the hit rate at the same time yesterday. Below 0 the cache serves less "
+        f"than it did; {HIT_RATE_DROP} fires at less than {symptoms.HIT_RATE_DROP * 100:g} % of yesterday's. Nothing is drawn "
+        "until there is a yesterday.",
+        "percentunit",
+        query(f"{signal(hit_rate)} - {signal(hit_rate)} offset 1d", "{{length_bucket}}"),
+        overrides=colors,
+        options=legend,
+        min=None,
+        when_empty="No values from this time yesterday",
+    )
     return Section(
-        "$model: KV cache hits by prompt length", [Line(8, [queried, hittable, traffic])], repeat_for="model"
+        "$model: KV cache hits by prompt length",
+        [Line(8, [queried, hittable, traffic, yesterday])],
+        repeat_for="model",
     )
 
 
@@ -111,10 +135,10 @@ def pool() -> Section:
     memory = lines(
         KV_EXHAUSTED,
         "How much KV memory is held?",
-        "Bytes reserved for the pool, resident (blocks with content) and active (held by requests), over the chosen "
-        "instances. Reserved minus resident is memory that holds nothing now.",
+        "Bytes reserved for the pool, resident (blocks with content) and active (held by requests), over all instances. Reserved "
+        "minus resident is memory that holds nothing now.",
         "bytes",
-        query(f"sum by (kind) ({c.KV_BYTES.series}{{{OF_INSTANCE}}})", "{{kind}}"),
+        query(signal("model_kind:kvscope_kv_bytes:sum"), "{{kind}}"),
     )
     lost = lines(
         KV_EXHAUSTED,
@@ -158,38 +182,75 @@ def pool() -> Section:
         "bottom, over time. A region without allocatable blocks is blank. Rows that stay strong are kept apart by "
         "long-lived sequences.",
     )
+    scattered = lines(
+        "KvscopeKVFragmented",
+        "Which instance finds no adjacent blocks?",
+        "By instance: external fragmentation, and the share of lookups whose request wanted adjacent blocks and went paged. Both "
+        f"above their limits ({symptoms.FRAGMENTED * 100:g} % and {symptoms.FALLBACKS_MATTER * 100:g} %): compaction would help.",
+        "percentunit",
+        query(f"{symptoms.FRAGMENTATION}{{{OF_INSTANCE}}}", "{{instance}} scattered"),
+        query(known(f"{symptoms.FALLBACKS}{{{OF_INSTANCE}}}"), "{{instance}} fallbacks"),
+        max=1,
+        when_empty=NO_BOUND,
+        **limits((symptoms.FALLBACKS_MATTER, YELLOW), (symptoms.FRAGMENTED, RED)),
+    )
     return Section(
         "$model: KV pool",
-        [Line(8, [states, layouts, memory]), Line(8, [lost, runs]), Line(11, [held, broken])],
+        [Line(8, [states, layouts, memory]), Line(8, [lost, scattered, runs]), Line(11, [held, broken])],
         repeat_for="model",
     )
 
 
-def quantization() -> Section:
-    """Error of stored KV, mean and single blocks."""
-    rms = signal("model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m")
-    mean = lines(
-        TTFT_BURN,
-        "How far is stored KV from exact?",
-        "Relative RMS error, sqrt(sum of squared error / sum of squared signal), measured on sampled live blocks, by tensor "
-        "and layer group. Above the red line greedy output may change: store KV unquantized, or find the layer group that "
-        "drifts.",
+def residency() -> Section:
+    """How long cached KV lives, and what its eviction cost: is the cache large enough?"""
+    pools = "Pools: device blocks, compressed ones, host blocks."
+    survival = lines(
+        HIT_RATE_DROP,
+        "How long does cached KV survive?",
+        "Share of cached blocks that live longer than so many seconds, one line an age: a life-table (actuarial) estimate, which counts "
+        f"blocks that still live as well, so that an idle cache does not look short-lived. {pools} Lines that fall together: a burst "
+        "of evictions.",
         "percentunit",
-        query(rms, "{{tensor}} {{layer_group}} {{scheme}}"),
-        decimals=2,
-        when_empty=NO_QUANT,
-        **limits((o.QUANT_ERROR_WARNING, RED)),
+        query(f'{rules.SURVIVAL}{{{MODEL},le=~"{_SURVIVAL_AGES}"}}', "{{pool}} {{le}} s"),
+        max=1,
+        when_empty=NO_EVICTION,
     )
-    blocks = Heatmap(
-        **about(
-            TTFT_BURN,
-            "Are single blocks much worse than the mean?",
-            "Measured blocks by bucket of their relative RMS error, over the chosen instances. A second band far above the "
-            "first means outlier blocks that the mean hides.",
+    lifetime = lines(
+        HIT_RATE_DROP,
+        "At what age are blocks evicted?",
+        f"Lifetime of cached blocks by quantile, those still alive included. {pools} Below the time after which your users come back, "
+        "the cache is too small for their conversations.",
+        "s",
+        *(
+            query(signal(f"model_pool:kvscope_kv_block_lifetime_seconds:{p}_5m"), f"{{{{pool}}}} {p}")
+            for p in _QUANTILES
         ),
-        targets=buckets(c.KV_QUANT_RELATIVE, OF_INSTANCE),
-        unit="short",
-        when_empty=NO_QUANT,
-        options={"yAxis": {"unit": "percentunit"}},
+        when_empty=NO_EVICTION,
     )
-    return Section("$model: KV quantization error", [Line(8, [mean, blocks])], repeat_for="model")
+    idle = lines(
+        HIT_RATE_DROP,
+        "Do blocks wait to be evicted or to be reused?",
+        f"Median time that a block was idle before it was evicted, before it was hit again, and the median age of blocks now. {pools} "
+        "Reuse gaps near the idle time before eviction: a little more cache would be hit much more.",
+        "s",
+        query(
+            known(signal("model_pool:kvscope_kv_idle_before_eviction_seconds:p50_5m")), "{{pool}} idle before eviction"
+        ),
+        query(known(signal("model_pool:kvscope_kv_reuse_gap_seconds:p50_5m")), "{{pool}} idle before reuse"),
+        query(known(signal("model_pool:kvscope_kv_live_block_age_seconds:p50")), "{{pool}} age now"),
+        when_empty="No cached blocks yet",
+    )
+    regret = lines(
+        HIT_RATE_DROP,
+        "What did evictions cost?",
+        "Share of looked-up prompt tokens that missed although they had been cached and were evicted within the window. This is what a "
+        "larger cache (or the host tier) would have served; a low line with a low hit rate means prompts that never repeat.",
+        "percentunit",
+        query(known(signal("model_window:kvscope_kv_regret:ratio_rate5m")), "evicted within {{window}}"),
+        when_empty=NO_TRAFFIC,
+    )
+    return Section("$model: residency and regret", [Line(8, [survival, lifetime, idle, regret])], repeat_for="model")
+
+
+def board() -> Board:
+    return frame("kv-cache", "What does the KV cache do?", [hits(), pool(), residency()])

@@ -1,20 +1,18 @@
-"""Rows about latency: the first row "Are we well?", the make-up of slow requests, and the quantiles."""
+"""The board "P99": where the slowest requests spend their time, over time and against typical ones; latency and its split."""
 
 from __future__ import annotations
 
-from alerts import rules
+from alerts import burn, symptoms
+from dashboards.frame import frame
 from dashboards.panels import (
-    GREEN,
-    PLAIN,
     RED,
-    YELLOW,
     BarGauge,
+    Board,
     Heatmap,
     Json,
     Line,
     Query,
     Section,
-    Stat,
     Table,
     TimeSeries,
     color_overrides,
@@ -23,10 +21,9 @@ from dashboards.shared import (
     COMPONENT_COLORS,
     KV_EXHAUSTED,
     NAMED_LEGEND,
-    NO_BOUND,
+    NO_TENANTS,
     NO_TRAFFIC,
     OF_CLASS,
-    STALE,
     STATE_COLORS,
     TTFT_BURN,
     WITH_EXEMPLARS,
@@ -40,115 +37,11 @@ from dashboards.shared import (
     signal,
     stack,
 )
+from observability import catalog as c
 from observability import objectives as o
 from observability.objectives import LatencyObjective
 
 BUDGET = round(1 - o.TTFT.target, 9)
-STEPS = tuple[float | None, str]
-
-
-def _stat(alert: str, title: str, text: str, expr: str, unit: str, *steps: STEPS, **fields: object) -> Stat:
-    return Stat(
-        **about(alert, title, text),
-        targets=[query(expr, title)],
-        unit=unit,
-        thresholds=list(steps),
-        color={"mode": "thresholds"},
-        min=0,
-        **fields,
-    )
-
-
-def _p99_stat(objective: LatencyObjective, title: str) -> Stat:
-    return _stat(
-        TTFT_BURN,
-        title,
-        f"99th percentile of {objective.title.lower()} over the last 5 minutes, worst of the chosen models. The objective "
-        f"is {objective.target * 100:g} % within {objective.threshold_seconds:g} s. Red: read the next row, which says "
-        "where the slow requests spent their time.",
-        f"max({known(signal(f'model:{objective.family.name}:p99_5m'))})",
-        "s",
-        (None, GREEN),
-        (objective.threshold_seconds, RED),
-        when_empty=NO_TRAFFIC,
-    )
-
-
-def well() -> Section:
-    """Eight numbers whose colours are the alerts' thresholds."""
-    burn = _stat(
-        TTFT_BURN,
-        "Does the TTFT budget burn?",
-        "Share of requests over the TTFT objective in the last hour, divided by the share allowed, worst of the chosen "
-        f"models. 1 spends the budget of 30 days in 30 days; {rules.BURN_RATE:g} spends 2 % of it in an hour and pages "
-        f"({TTFT_BURN}).",
-        f"max({known(signal(rules.TTFT_ERROR_RATIO_LONG))}) / {BUDGET:g}",
-        "suffix: x",
-        (None, GREEN),
-        (1, YELLOW),
-        (rules.BURN_RATE, RED),
-        decimals=1,
-        when_empty="No requests in the last hour",
-    )
-    usage = _stat(
-        KV_EXHAUSTED,
-        "How full is the KV pool?",
-        "KV blocks held by running requests over the pool's blocks, fullest instance of the chosen models. Cached blocks "
-        f"that nobody holds do not count. Above {o.KV_USAGE_CRITICAL * 100:g} % with requests waiting, {KV_EXHAUSTED} "
-        "fires. Absent for an unbounded pool.",
-        f"max({signal(rules.INSTANCE_KV_USAGE)})",
-        "percentunit",
-        (None, GREEN),
-        (o.KV_USAGE_WARNING, YELLOW),
-        (o.KV_USAGE_CRITICAL, RED),
-        decimals=0,
-        max=1,
-        when_empty=NO_BOUND,
-    )
-    hits = _stat(
-        TTFT_BURN,
-        "How much does the cache save?",
-        "Prompt tokens served from cache over prompt tokens looked up, last 5 minutes, lowest of the chosen models. Each "
-        "request counts once, however often scheduling retries it. No value is good in general: look for a fall, and "
-        "compare with the row on KV cache hits.",
-        f"min({known(signal('model:kvscope_kv_hit:ratio_rate5m'))})",
-        "percentunit",
-        (None, PLAIN),
-        decimals=1,
-        max=1,
-        when_empty=NO_TRAFFIC,
-    )
-    waiting = _stat(
-        KV_EXHAUSTED,
-        "Do requests wait?",
-        "Requests queued, waiting for KV blocks or preempted, summed over the chosen models. A standing queue is time to "
-        "first token in the making; the next row says for what they wait.",
-        f"sum({signal('model:kvscope_requests_waiting:sum')})",
-        "short",
-        (None, PLAIN),
-        decimals=0,
-    )
-    age = _stat(
-        STALE,
-        "Are these numbers fresh?",
-        "Seconds since the source that stopped longest ago last wrote its values, over all instances of the chosen "
-        f"models. Above {o.STALE_AFTER_SECONDS:g} s nothing on this board says anything about now, and {STALE} fires. An "
-        "idle engine still writes.",
-        f"max({signal(rules.INSTANCE_AGE)})",
-        "s",
-        (None, GREEN),
-        (o.STALE_AFTER_SECONDS, RED),
-        decimals=1,
-    )
-    p99 = [
-        _p99_stat(o.TTFT, "Do first tokens come in time? (P99)"),
-        _p99_stat(o.ITL, "Do tokens flow evenly? (P99)"),
-        _p99_stat(o.E2E, "Do requests end in time? (P99)"),
-    ]
-    return Section("Are we well?", [Line(4, [*p99, burn]), Line(4, [usage, hits, waiting, age])])
-
-
-# -- make-up of slow requests ---------------------------------------------------------------------------------------
 
 
 def _tail(percent: str, by: str) -> str:
@@ -239,9 +132,6 @@ def makeup() -> Section:
     )
 
 
-# -- quantiles ------------------------------------------------------------------------------------------------------
-
-
 def _quantiles(objective: LatencyObjective, title: str) -> TimeSeries:
     family, selection = objective.family, "p99 of selection"
     exemplars = family in WITH_EXEMPLARS
@@ -280,21 +170,22 @@ def latency() -> Section:
         "How many requests miss their objective?",
         "Share of first tokens, inter-token gaps and requests slower than their objective, over 5 minutes; counted at a "
         f"bucket bound, so exact. The red line is what the objectives allow; {TTFT_BURN} compares the first-token line "
-        f"with {rules.BURN_RATE:g} times as much.",
+        f"with {burn.PAIRS[0].burn:g} times as much.",
         "percentunit",
         *ratios("error"),
         when_empty=NO_TRAFFIC,
         **limits((BUDGET, RED)),
     )
     overflow = lines(
-        TTFT_BURN,
+        "KvscopeLatencyOverflow",
         "Can the quantiles be trusted?",
-        "Share of measurements above the highest bucket bound (the +Inf bucket). Above 1 % the p99 shown is a floor, not a "
-        "value: the real one is higher than the highest bound.",
+        "Share of measurements above the highest bucket bound (the +Inf bucket), and (first bucket) at or below the lowest. Above "
+        "1 % over the top the p99 shown is a floor, not a value; near 100 % in the first bucket every quantile is a ceiling.",
         "percentunit",
         *ratios("overflow"),
+        *(Query(expr=q.expr, legendFormat=f"{q.legendFormat}, first bucket") for q in ratios("first_bucket")),
         when_empty=NO_TRAFFIC,
-        **limits((0.01, RED)),
+        **limits((symptoms.OVERFLOW, RED)),
     )
     crowds = Heatmap(
         **about(
@@ -323,3 +214,92 @@ def latency() -> Section:
         ],
         repeat_for="model",
     )
+
+
+def _p99(family: c.Family, by: str, title: str, text: str) -> TimeSeries:
+    return lines(
+        TTFT_BURN,
+        title,
+        text,
+        "s",
+        Query(expr=known(quantile(0.99, family, by)), legendFormat=f"{{{{{by}}}}}", exemplar=True),
+        when_empty="No first tokens in this time",
+    )
+
+
+def split() -> Section:
+    """The same symptoms by class and by instance."""
+    by_class = _p99(
+        c.TIME_TO_FIRST_TOKEN,
+        "class",
+        "Which class waits for its first token?",
+        "p99 of time to first token by priority class, of the chosen classes and instances. Only the lowest class slow: "
+        "priorities do their work. All slow: capacity.",
+    )
+    by_instance = _p99(
+        c.TIME_TO_FIRST_TOKEN,
+        "instance",
+        "Which instance is slow?",
+        "p99 of time to first token by instance, of the chosen classes and instances. One apart from the rest: look at that "
+        "machine, or at how load is spread. All alike: look at the load.",
+    )
+    queues = lines(
+        KV_EXHAUSTED,
+        "Which class queues?",
+        "Requests waiting by priority class, over the chosen classes and instances. interactive should be near 0 whatever "
+        "the others do.",
+        "short",
+        query(f"sum by (class) ({c.REQUESTS_WAITING.series}{{{OF_CLASS}}})", "{{class}}"),
+    )
+    tenant_ttft = lines(
+        TTFT_BURN,
+        "Which tenant waits for its first token?",
+        "p99 of time to first token by tenant over 5 minutes. Tenants beyond the configured number are one line, other. One apart "
+        "from the rest: its prompts are longer or come in bursts.",
+        "s",
+        query(known(signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:p99_5m")), "{{tenant}}"),
+        when_empty=NO_TENANTS,
+        **limits((o.TTFT.threshold_seconds, RED)),
+    )
+    tenant_over = lines(
+        TTFT_BURN,
+        "Which tenant misses the objective?",
+        f"Share of first tokens later than {o.TTFT.threshold_seconds:g} s by tenant over 5 minutes. The red line is what the "
+        "objective allows.",
+        "percentunit",
+        query(
+            known(signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:error_ratio_rate5m")), "{{tenant}}"
+        ),
+        when_empty=NO_TENANTS,
+        **limits((BUDGET, RED)),
+    )
+    tenant_load = lines(
+        TTFT_BURN,
+        "Which tenant brings the load?",
+        "Tokens per second by tenant over 5 minutes, prompt and generated. A rise of one tenant at the start of a burn is the "
+        "first suspect.",
+        "si:tok/s",
+        query(signal("model_tenant:kvscope_tenant_tokens:rate5m"), "{{tenant}}"),
+        when_empty=NO_TENANTS,
+    )
+    tenant_requests = lines(
+        TTFT_BURN,
+        "How many requests does each tenant send?",
+        "Ended requests per second by tenant over 5 minutes, however they ended. Few requests with many tokens: long prompts.",
+        "reqps",
+        query(signal("model_tenant:kvscope_tenant_requests:rate5m"), "{{tenant}}"),
+        when_empty=NO_TENANTS,
+    )
+    return Section(
+        "$model: split by class, instance and tenant",
+        [
+            Line(8, [by_class, by_instance, queues]),
+            Line(8, [tenant_ttft, tenant_over, tenant_load, tenant_requests]),
+        ],
+        collapsed=True,
+        repeat_for="model",
+    )
+
+
+def board() -> Board:
+    return frame("p99", "Where do the slowest requests spend their time?", [makeup(), latency(), split()])

@@ -1,17 +1,14 @@
-"""The board "KV cache and P99": is the service well, and if not, where do its slow requests spend their time?
-
-Rows repeat for each chosen model. Panels read recorded signals; those that split by class or instance read the raw
-families. Thresholds are those of the objectives and alerts. The rows are in latency_rows, kv_rows and engine_rows.
-"""
+"""What frames every board: variables, alert marks, links to runbooks and to the other boards, the glossary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import attr
 import grafanalib.core as G
 
-from alerts import rules
-from dashboards.engine_rows import exporter, pressure, split, steps
-from dashboards.kv_rows import hits, pool, quantization
-from dashboards.latency_rows import latency, makeup, well
+from alerts.links import board_uid, board_url, runbook_url
+from alerts.rules import ALERT_NAMES, named
 from dashboards.panels import (
     DATASOURCE,
     Board,
@@ -19,6 +16,7 @@ from dashboards.panels import (
     Json,
     LabelVariable,
     Line,
+    Panel,
     Section,
     Text,
     layout,
@@ -26,6 +24,16 @@ from dashboards.panels import (
 )
 from dashboards.shared import MODEL
 from observability import catalog as c
+
+#: Every board: its title, and the board that one looks at next.
+TITLES = {
+    "overview": ("Overview", "p99"),
+    "p99": ("P99", "kv-cache"),
+    "kv-cache": ("KV cache", "batching"),
+    "quantization": ("Quantization", "kv-cache"),
+    "batching": ("Batching", "p99"),
+    "exporter": ("Exporter", "overview"),
+}
 
 GLOSSARY = """\
 - **TTFT**, time to first token: from arrival to the first token, measured. **ITL**, inter-token latency: one sample for each
@@ -86,18 +94,36 @@ def alert_marks() -> list[Json]:
     ]
 
 
-def board() -> Board:
-    """The whole board; `dashboards.panels.write` makes its JSON."""
-    rows = (well, makeup, latency, hits, pool, pressure, steps, quantization, split, exporter, words)
+def frame(
+    name: str, description: str, sections: Sequence[Section], *, refresh: str = "15s", span: str = "now-1h"
+) -> Board:
+    """The board `name` with what all boards have; each panel also links to the board to look at next."""
+    title, following = TITLES[name]
+    neighbour = link(f"Board: {TITLES[following][0]}", board_url(following))
+    panels = []
+    for panel in layout([*sections, words()]):
+        inside = [_linked(p, neighbour) for p in panel.panels] if isinstance(panel, G.RowPanel) else []
+        panels.append(attr.evolve(panel, panels=inside) if inside else _linked(panel, neighbour))
+    shown = [alert for alert in ALERT_NAMES if named(alert).board == name]
     return Board(
-        uid=rules.BOARD_UID,
-        title="KV cache and P99",
-        description="Why P99 is what it is: where slow requests spend their time, the KV cache, load and pressure.",
+        uid=board_uid(name),
+        title=title,
+        description=description,
         tags=["kvscope"],
-        refresh="15s",
-        time=G.Time("now-1h", "now"),
-        links=[link(f"Runbook: {a.name}", rules.runbook_url(a.name), tooltip=a.summary) for a in rules.ALERTS],
+        refresh=refresh,
+        time=G.Time(span, "now"),
+        links=[
+            *(link(other, board_url(key)) for key, (other, _) in TITLES.items() if key != name),
+            *(link(f"Runbook: {alert}", runbook_url(alert), tooltip=named(alert).summary) for alert in shown),
+        ],
         templating=G.Templating(list=variables()),
         annotation_list=alert_marks(),
-        panels=layout([row() for row in rows]),
+        panels=panels,
     )
+
+
+def _linked(panel: G.Panel, neighbour: Json) -> G.Panel:
+    if not isinstance(panel, Panel) or not panel.HAS_FIELDS:
+        return panel
+    linked: G.Panel = attr.evolve(panel, links=[*panel.links, neighbour])  # type: ignore[misc]  # attrs that mypy cannot see
+    return linked
