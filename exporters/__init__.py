@@ -1,1 +1,2 @@
-"""Ways out for what telemetry keeps. prometheus.py: the endpoint that Prometheus scrapes. adapters/: engines other than kvscope's."""
+"""Ways out for what telemetry keeps. prometheus.py: the endpoint that Prometheus scrapes. otlp.py: spans and metrics pushed over OTLP.
+adapters/: engines other than kvscope's."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,15 +20,19 @@ from observability.errors import ConfigError
 if TYPE_CHECKING:
     import socket
 
+    from exporters.otlp import HistogramForm, Otlp
+    from exporters.together import Source
     from observability.engine.engine import Engine
     from observability.engine.model.loading import LoadedModel
     from observability.engine.server import ServerSettings
     from observability.engine.types import EngineConfig
+    from observability.telemetry.recorder import Telemetry
 
 _DEFAULT_BLOCKS = 1024
 _DEFAULT_MAX_CONTEXT = 8192
 _SERVER, _KV, _BATCHING, _SESSIONS, _MECHANISMS = "Server", "KV cache", "Batching", "Sessions", "Mechanisms"
 _METRICS = "Metrics"
+_OPENTELEMETRY = "OpenTelemetry"
 #: Engine settings that have an option of their own.
 _OPTIONS = (
     "block_size",
@@ -167,6 +173,23 @@ def serve(
             rich_help_panel=_SESSIONS,
         ),
     ] = "4GiB",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="Send spans and metrics to the OpenTelemetry collector there, such as http://127.0.0.1:4318. Other OTEL_ variables hold too.",
+            rich_help_panel=_OPENTELEMETRY,
+            show_default=False,
+        ),
+    ] = None,
+    otlp_histograms: Annotated[
+        Literal["advised", "extended", "exponential"],
+        typer.Option(
+            help="Buckets of what is sent: the GenAI conventions' bounds, kvscope's up to 640 s, or exponential ones (native in Prometheus).",
+            rich_help_panel=_OPENTELEMETRY,
+        ),
+    ] = "advised",
 ) -> None:
     """Serve a model over an OpenAI-compatible API, with Prometheus metrics at /metrics.
 
@@ -191,6 +214,8 @@ def serve(
         kvscope serve --profile-to http://127.0.0.1:4040
 
         kvscope serve --buckets latency=0.1,0.2,0.4,0.8,1.6,3.2,6.4 --buckets tail=0.8,1.6,3.2
+
+        kvscope serve --otlp-endpoint http://127.0.0.1:4318 --otlp-histograms exponential
     """
     token = (token or "").strip() or None
     if token is None and not insecure and not is_loopback(host):
@@ -228,7 +253,8 @@ def serve(
             loaded = load_model(model, device=device)
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
         settings = ServerSettings(token=token, grace_seconds=grace)
-        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, profile_to)
+        told = profile_to, otlp_endpoint, otlp_histograms
+        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, *told)
 
 
 def is_loopback(host: str) -> bool:
@@ -297,6 +323,8 @@ def _run(
     snapshot_dir: Path | None,
     snapshot_bytes: int,
     profile_to: str | None,
+    otlp_endpoint: str | None,
+    otlp_histograms: HistogramForm,
 ) -> None:
     """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
     from exporters.gpu.nvml import NvmlSource
@@ -341,12 +369,18 @@ def _run(
             max_bytes=snapshot_bytes,
         )
     gpus = GpuSampler(NvmlSource(), on_change=tell)
-    metrics = metrics_app(Together([telemetry, gpus]), settings.token)
-    tracing = Tracing.of(loaded.name, clock.now)
-    app = create_app(thread, loaded, telemetry, settings, metrics, sessions, tracing)
+    told = Together([telemetry, gpus])
+    host, port = listener.getsockname()[:2]
+    otlp = _start_otlp(telemetry, told, otlp_endpoint, otlp_histograms, port)
+    tracing = Tracing.of(
+        loaded.name,
+        clock.now,
+        otlp.tracer_provider if otlp is not None else None,
+        otlp.meter_provider if otlp is not None else None,
+    )
+    app = create_app(thread, loaded, telemetry, settings, metrics_app(told, settings.token), sessions, tracing)
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
-    host, port = listener.getsockname()[:2]
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     with quiet_signals(), _profiled(thread.engine, profile_to):
         thread.start()
@@ -367,6 +401,24 @@ def _run(
             finally:
                 if tracing is not None:
                     tracing.close()
+                if otlp is not None:
+                    otlp.close()
+
+
+def _start_otlp(
+    telemetry: Telemetry, source: Source, endpoint: str | None, form: HistogramForm, port: int
+) -> Otlp | None:
+    """None: nobody asked for it. Raises ConfigError when the SDK is not installed."""
+    if not endpoint and not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+        return None  # without loading the SDK
+    import logging
+
+    from exporters.otlp import start_otlp, wanted
+
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # a dead collector: once a push, not once a try
+    if not wanted(endpoint):
+        return None
+    return start_otlp(telemetry, endpoint, source=source, form=form, instance=f"{gethostname()}:{port}")
 
 
 @contextlib.contextmanager

@@ -97,6 +97,7 @@ class Cells(StepClock):
     ) -> None:
         super().__init__(clock)
         self.model = model = model.encode("utf-8", "replace").decode()  # of a path, it may hold what is no text
+        self.buckets = buckets
         self._engine_labels = (model, *engine_labels, _version())
         self._published: Published | None = None
         self.mechanisms = Mechanisms(model)

@@ -22,6 +22,7 @@ from observability import catalog as c
 from observability.buckets import BucketPlan
 from observability.telemetry import phases as p
 from observability.telemetry.cells import Cells, KVState, Published
+from observability.telemetry.exponential import Exponential
 from observability.telemetry.requests import QuantizationError, RequestRecord, RequestTrace
 from observability.telemetry.snapshot import Exemplar, Histograms
 from observability.telemetry.tenants import DEFAULT_MAX_TENANTS, Tenants
@@ -87,6 +88,7 @@ class Telemetry(Cells):
         self.finished: deque[RequestRecord] = deque(maxlen=keep_finished)
         self.on_finish = on_finish
         self._wall_clock = wall_clock
+        self.started = wall_clock()  # Unix seconds since which everything is counted
         self.publish_interval_seconds = 1.0 if virtual else 0.25
         self._published_at = -inf
         self._tenants = Tenants(model, max_tenants)
@@ -276,6 +278,8 @@ class Telemetry(Cells):
                 if interval >= 0.0:
                     cells[i * stride + bucket] += weight
                     cells[(i + 1) * stride - 1] += weight * interval
+                    if self._itl.exponential is not None:
+                        self._itl.exponential.add(i, interval, weight)
 
     def _first_token(self, trace: RequestTrace, now: float) -> None:
         trace.first_token = now
@@ -291,6 +295,8 @@ class Telemetry(Cells):
         bucket, i, stride = bisect_left(histograms.bounds, seconds), trace.class_index, histograms.stride
         histograms.cells[i * stride + bucket] += 1
         histograms.cells[(i + 1) * stride - 1] += seconds
+        if histograms.exponential is not None:
+            histograms.exponential.add(i, seconds)
         if histograms.exemplars is not None and trace.exemplar:
             histograms.exemplars[i * (stride - 1) + bucket] = Exemplar(trace.exemplar, seconds, self._wall_clock())
 
@@ -324,6 +330,17 @@ class Telemetry(Cells):
                 for bucket, count in used:
                     cells[i * stride + bucket] += weight * count
                 cells[(i + 1) * stride - 1] += weight * total
+                if self._itl.exponential is not None:
+                    self._itl.exponential.add_many(i, intervals, weight)
+
+    def keep_exponential(self) -> dict[str, Exponential]:
+        """From now on counts request duration, time to first token and inter-token latency in exponential buckets as well, for OTLP.
+        By family name; asked for again, the same."""
+        for histograms in (self._duration, self._ttft, self._itl):
+            if histograms.exponential is None:
+                histograms.exponential = Exponential(histograms.label_sets)
+        kept = (self._duration, self._ttft, self._itl)
+        return {h.family.name: h.exponential for h in kept if h.exponential is not None}
 
     @_guarded
     def finish(self, trace: RequestTrace, outcome: str, now: float) -> None:

@@ -100,6 +100,8 @@ class RequestTrace:
         self.quantization: QuantizationError | None = None
         self.tenant = tenant  # whose numbers it adds to
         # Ids come from clients: one that an exemplar cannot hold is left out.
-        trace_id = span.trace_id if span is not None else ""
-        label = ("trace_id", trace_id) if trace_id else ("request_id", request_id)
-        self.exemplar = (label,) if label[1] and len(label[1]) <= _MAX_EXEMPLAR_ID else ()
+        self.exemplar: tuple[tuple[str, str], ...] = ()
+        if span is not None and span.trace_id:
+            self.exemplar = (("trace_id", span.trace_id), ("span_id", span.span_id))
+        elif 0 < len(request_id) <= _MAX_EXEMPLAR_ID:
+            self.exemplar = (("request_id", request_id),)

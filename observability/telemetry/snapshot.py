@@ -16,6 +16,7 @@ import numpy as np
 from observability.catalog import FAMILIES, Family
 
 if TYPE_CHECKING:
+    from observability.telemetry.exponential import Exponential
     from observability.telemetry.recorder import Published
 
 
@@ -140,6 +141,7 @@ class Histograms:
         self.label_sets = tuple(label_sets)
         self.stride = len(self.bounds) + 2
         self.cells: list[float] = [0] * (self.stride * len(self.label_sets))
+        self.exponential: Exponential | None = None  # filled as well after Telemetry.keep_exponential
         self.exemplars: list[Exemplar | None] | None = None
         if exemplars:
             self.exemplars = [None] * ((self.stride - 1) * len(self.label_sets))

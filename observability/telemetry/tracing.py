@@ -197,14 +197,15 @@ class RequestSpan:
     Made on the event loop; then the engine's thread writes, until ended() or refused() hand it over.
     """
 
-    __slots__ = ("_notes", "_zero_ns", "arrival", "call", "error", "request_id", "span", "trace_id")
+    __slots__ = ("_notes", "_zero_ns", "arrival", "call", "error", "request_id", "span", "span_id", "trace_id")
 
     def __init__(self, call: Call, span: Span, request_id: str, arrival: float, zero_ns: int) -> None:
         self.call, self.span, self.request_id, self.arrival = call, span, request_id, arrival
         self.error: str | None = None  # what the engine says about the end
         context = span.get_span_context()
-        #: Of a trace that is kept, in hex; "" otherwise.
+        #: In hex; "" when the trace is not kept.
         self.trace_id = f"{context.trace_id:032x}" if span.is_recording() and context.trace_flags.sampled else ""
+        self.span_id = f"{context.span_id:016x}"
         self._zero_ns = zero_ns
         self._notes: list[tuple[float, str, dict[str, Value] | None]] = [(arrival, _ENTERED[0], None)]
 

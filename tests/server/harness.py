@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import httpx
 import openai
 import torch
-from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
+from exporters.otlp import Otlp
 from exporters.prometheus import metrics_app
 from observability.catalog import OUTCOMES
 from observability.engine.clock import MonotonicClock
@@ -55,6 +56,7 @@ class RunningServer:
     telemetry: Telemetry
     loaded: LoadedModel
     http: HttpServer
+    otlp: Otlp | None
     records: list[RequestRecord] = field(default_factory=list, repr=False)
 
     @property
@@ -128,7 +130,7 @@ class serving:
         send_buffer: int | None = None,
         snapshots: Path | None = None,
         tracers: TracerProvider | None = None,
-        meters: MeterProvider | None = None,
+        otlp: Callable[[Telemetry], Otlp] | None = None,
         **config: Any,
     ) -> None:
         self._settings = settings or ServerSettings(grace_seconds=2.0)
@@ -157,6 +159,10 @@ class serving:
                 max_bytes=1 << 30,
             )
         metrics = metrics_app(telemetry, self._settings.token)
+        self._otlp = otlp(telemetry) if otlp is not None else None
+        meters = None
+        if self._otlp is not None:
+            tracers, meters = self._otlp.tracer_provider, self._otlp.meter_provider
         self._tracing = Tracing.of(loaded.name, clock.now, tracers, meters)
         app = create_app(thread, loaded, telemetry, self._settings, metrics, self._sessions, self._tracing)
         self._listener = listen("127.0.0.1", 0)
@@ -164,7 +170,9 @@ class serving:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         port = self._listener.getsockname()[1]
         http = HttpServer(app, app.state.service, grace_seconds=self._settings.grace_seconds)
-        self.server = RunningServer(f"http://127.0.0.1:{port}", port, thread, telemetry, loaded, http, records)
+        self.server = RunningServer(
+            f"http://127.0.0.1:{port}", port, thread, telemetry, loaded, http, self._otlp, records
+        )
         self._http_thread = threading.Thread(target=http.run, args=([self._listener],), daemon=True)
 
     def __enter__(self) -> RunningServer:
@@ -183,3 +191,5 @@ class serving:
             self.server.thread.stop()
         if self._tracing is not None:
             self._tracing.close()
+        if self._otlp is not None:
+            self._otlp.close()

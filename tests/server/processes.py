@@ -15,7 +15,7 @@ import httpx
 
 from tests.conftest import wait_for
 
-_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+_ENV = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 
 
 class Process:
@@ -26,7 +26,7 @@ class Process:
             (sys.executable, "-m", "observability.cli", *argv),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_ENV,
+            env=os.environ | _ENV,
             start_new_session=True,
         )
         self.output = ""
