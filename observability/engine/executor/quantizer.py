@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from observability.catalog import TENSORS
 from observability.engine.executor.block_set import BlockSet, BlockTensor
 from observability.engine.model.llama import ModelConfig
 from observability.engine.types import Scheme
@@ -100,8 +99,7 @@ class Fill:
 
     blocks: Tensor  # [blocks]
     chosen: Tensor  # indices in `blocks`
-    #: float64 [2 tensors, layer groups, chosen, 3]: squared error and squared signal, added up over the layers, and the largest |error|
-    sums: Tensor
+    exact: Tensor  # of the chosen ones, as written: [layers, 2, kv_heads, chosen, block_size, head_dim]
     kept: Tensor  # indices in `blocks`
     slots: Tensor  # of the shadow, by `kept`
 
@@ -147,24 +145,21 @@ class QuantizedBlocks:
         self._sample_rate, self._random = sample_rate, np.random.default_rng(seed)
         self.groups = groups = np.array_split(np.arange(layers), min(_LAYER_GROUPS, layers))
         self.layer_groups = [f"{g[0]:02d}-{g[-1]:02d}" for g in groups]
-        self._group_of = [i for i, g in enumerate(groups) for _ in g]
+        self._layers = layers
         self._elements = [len(g) * kv_heads * block_size * width for g in groups]
-        self._measured: list[Tensor] = []
+        self._measured: list[Fill] = []
         self.shadow: Tensor | None = None
 
     def fill(self, blocks: np.ndarray | Sequence[int], keep: Keep | None = None) -> Fill:
         """Announces that blocks will be written, draws those whose error is measured and asks which ones to keep in the shadow."""
         chosen = np.flatnonzero(self._random.random(len(blocks)) < self._sample_rate)
-        sums = torch.zeros(
-            (len(TENSORS), len(self.layer_groups), len(chosen), 3), device=self._device, dtype=torch.float64
-        )
-        if len(chosen):
-            self._measured.append(sums)
+        layers, _, kv_heads, _, size, _ = self.integers.shape
+        exact = torch.empty((layers, 2, kv_heads, len(chosen), size, self.key_grid.shape[-1]), device=self._device)
         kept, slots = keep(np.asarray(blocks, np.int64)) if keep is not None else ((), ())
-        return Fill(self._indices(blocks), self._indices(chosen), sums, self._indices(kept), self._indices(slots))
+        return Fill(self._indices(blocks), self._indices(chosen), exact, self._indices(kept), self._indices(slots))
 
     def write(self, layer: int, exact: Tensor, fill: Fill) -> None:
-        """Stores whole blocks [2, kv_heads, blocks, block_size, head_dim]; adds the error of the chosen ones."""
+        """Stores whole blocks [2, kv_heads, blocks, block_size, head_dim], and notes the chosen ones for report()."""
         if not fill.blocks.shape[0]:
             return
         if fill.kept.shape[0]:
@@ -179,15 +174,14 @@ class QuantizedBlocks:
             stored = quantizer.store(levels)
             self.integers[layer, tensor].index_copy_(1, fill.blocks, stored)
             grids[layer].index_copy_(2, fill.blocks, grid.squeeze(dim + 1))
-            if fill.chosen.shape[0]:
-                signal = exact[tensor].index_select(1, fill.chosen)
-                read = torch.empty_like(signal)
-                quantizer.dequantize(stored.index_select(1, fill.chosen), grid.index_select(2, fill.chosen), read)
-                sums = fill.sums[tensor, self._group_of[layer]]
-                error = read.sub_(signal)
-                sums[:, 0] += error.square().sum((0, 2, 3), dtype=torch.float64)
-                sums[:, 1] += signal.square().sum((0, 2, 3), dtype=torch.float64)
-                torch.maximum(sums[:, 2], error.abs().amax((0, 2, 3)).double(), out=sums[:, 2])
+        if fill.chosen.shape[0]:
+            self.note(layer, exact, fill)
+
+    def note(self, layer: int, exact: Tensor, fill: Fill) -> None:
+        """Keeps the exact values of the chosen blocks until report()."""
+        torch.index_select(exact, 2, fill.chosen, out=fill.exact[layer])
+        if layer == self._layers - 1:  # written in every layer
+            self._measured.append(fill)
 
     def read(self, layer: int, blocks: Tensor, into: Tensor) -> None:
         """Writes the blocks' tokens, dequantized, to `into` [2, kv_heads, blocks x block_size, head_dim]."""
@@ -200,14 +194,26 @@ class QuantizedBlocks:
             self.quantizer.dequantize(stored, grid, into[tensor])
 
     def report(self, report: ReportError) -> None:
-        """Hands on the error of each block measured since the last report: one call a block, tensor and layer group."""
+        """Hands on the error of each block measured since the last report: one call a block, tensor and layer group. The blocks must
+        not have been written again."""
         measured, self._measured = self._measured, []
-        for sums in measured:
-            for tensor, by_group in enumerate(sums.tolist()):
-                for group, by_block in enumerate(by_group):
-                    for error, signal, maximum in by_block:
-                        name, scheme = self.layer_groups[group], self.quantizer.scheme
-                        report(tensor, name, scheme, error, signal, maximum, self._elements[group])
+        for fill in measured:
+            blocks = fill.blocks.index_select(0, fill.chosen)
+            for tensor, grids in enumerate((self.key_grid, self.value_grid)):
+                exact, read = fill.exact[:, tensor], torch.empty_like(fill.exact[:, tensor])
+                stored = self.integers[:, tensor].index_select(2, blocks)
+                grid = grids.index_select(3, blocks).transpose(0, 1).unsqueeze(_SHARED_DIM[tensor] + 2)
+                self.quantizer.dequantize(stored, grid, read)
+                error = read.sub_(exact)
+                inside = (1, 3, 4)  # all but layers and blocks
+                sums = torch.stack([x.square().sum(inside, dtype=torch.float64) for x in (error, exact)])
+                largest = error.abs_().amax(inside).cpu().numpy()
+                squares = sums.cpu().numpy()
+                for layers, name, elements in zip(self.groups, self.layer_groups, self._elements, strict=True):
+                    error_of, signal_of = squares[:, layers].sum(1).tolist()
+                    maxima = largest[layers].max(0).tolist()
+                    for block in zip(error_of, signal_of, maxima, strict=True):
+                        report(tensor, name, self.quantizer.scheme, *block, elements)
 
     def _indices(self, values: np.ndarray | Sequence[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int64)).to(self._device)
