@@ -30,7 +30,7 @@ def objective_recordings(adapter: Adapter) -> Iterator[Recording]:
     without classes has one budget a model."""
     for objective in o.LATENCY_OBJECTIVES:
         if objective.name in adapter.latencies:
-            source = adapter.latencies[objective.name][0]
+            source = adapter.latencies[objective.name].source
             total, good = promql.threshold_rates(adapter, objective, source, WINDOW)
             labels = {"objective": objective.name}
             yield Recording(burn.EVENTS, total, labels)

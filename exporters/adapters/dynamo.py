@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exporters.adapters.capability import partial
-from exporters.adapters.table import Adapter, Feed, Histogram, Level, Rate, Rename, Series, Share, Split
+from exporters.adapters.table import Adapter, Feed, Histogram, Latency, Level, Rate, Rename, Series, Share, Split
 
 _REFUSED = "overload|validation|not_found|not_implemented"
 _requests = "frontend_requests_total"
@@ -54,17 +54,20 @@ ADAPTER = Adapter(
         ),
     },
     latencies={
-        "ttft": (
+        "ttft": Latency(
             Histogram(Series("frontend_time_to_first_token_seconds")),
-            partial("as the frontend sees it, network included; the share over the objective only where 0.8 s is a bucket bound, which the installation decides"),
+            limits="as the frontend sees it",
+            share="only where 0.8 s is a bucket bound, which the installation decides",
         ),
-        "itl": (
+        "itl": Latency(
             Histogram(Series("frontend_inter_token_latency_seconds")),
-            partial("as the frontend sees it; the share over the objective only where 0.1 s is a bucket bound, which the installation decides"),
+            limits="as the frontend sees it",
+            share="only where 0.1 s is a bucket bound, which the installation decides",
         ),
-        "e2e": (
+        "e2e": Latency(
             Histogram(Series("frontend_request_duration_seconds")),
-            partial("as the frontend sees it; the share over the objective only where 20 s is a bucket bound, which the installation decides"),
+            limits="as the frontend sees it",
+            share="only where 20 s is a bucket bound, which the installation decides",
         ),
     },
     lacks=(

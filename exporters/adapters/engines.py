@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from exporters.adapters import dynamo, llamacpp, ray, sglang, tgi, triton, trtllm, vllm
-from exporters.adapters.capability import YES, Capability, no
+from exporters.adapters.capability import YES, Capability, no, partial
 from exporters.adapters.promql import objective_of
 from exporters.adapters.table import Adapter
 from exporters.adapters.vllm_plugin import CAPABILITIES as VLLM_PLUGIN
@@ -49,7 +50,13 @@ def capability(engine: str, signal: str) -> Capability:
     adapter = ADAPTERS[engine]
     objective = objective_of(known)
     if objective is not None and objective.name in adapter.latencies:
-        return adapter.latencies[objective.name][1]
+        latency = adapter.latencies[objective.name]
+        told = [latency.limits]
+        told += (
+            [latency.resolution] if re.search(r":p\d", signal) else [latency.share] if ":error_ratio" in signal else []
+        )
+        reason = "; ".join(text for text in told if text)
+        return partial(reason) if reason else YES
     if signal in adapter.feeds:
         return adapter.feeds[signal].capability
     for part, reason in (*adapter.lacks, *_NOWHERE):

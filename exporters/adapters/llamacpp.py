@@ -12,6 +12,7 @@ ADAPTER = Adapter(
     path="/metrics",
     port=8080,
     model_label="",
+    version_page=("/props", "build_info"),
     feeds={
         "model:kvscope_prompt_tokens:rate5m": Feed(
             Rate((Series("prompt_tokens_total"),)), partial("only tokens that were computed: those taken from the cache are not counted")

@@ -135,7 +135,7 @@ def recorded(adapter: Adapter) -> list[tuple[str, str]]:
         objective = objective_of(signal)
         if objective is not None and objective.name in adapter.latencies and objective.name not in done:
             done.add(objective.name)
-            out += latency(adapter, objective, adapter.latencies[objective.name][0])
+            out += latency(adapter, objective, adapter.latencies[objective.name].source)
         feed: Feed | None = adapter.feeds.get(signal.name)
         if feed is not None:
             assert not isinstance(feed.source, Histogram)

@@ -15,6 +15,7 @@ ADAPTER = replace(
     where="",
     ranks=("engine", "WorkerId", "ReplicaId"),
     bare_counters=True,
+    version_page=None,
     flags=(),
     notes=(
         "Ray exports a counter with `_total`, as a gauge of the raw name, or both; of one target the form with `_total` counts.",

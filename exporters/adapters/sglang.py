@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exporters.adapters.capability import partial
-from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Level, Rate, Rename, Series, Share, Split
+from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Latency, Level, Rate, Rename, Series, Share, Split
 
 _requests = Series("num_requests_total")
 
@@ -19,6 +19,7 @@ ADAPTER = Adapter(
     repeated_over=("tp_rank", "pp_rank", "moe_ep_rank"),
     ranks=("dp_rank",),
     renames=(Rename("inter_token_latency_seconds", "time_per_output_token_seconds"),),
+    version_page=("/server_info", "version"),
     feeds={
         "model:kvscope_requests_received:rate5m": Feed(
             Rate((_requests,)), partial("counted when a request ends, not when it arrives")
@@ -61,18 +62,20 @@ ADAPTER = Adapter(
         ),
     },
     latencies={
-        "ttft": (
-            # a request that does not stream gets its first token seen with its last or a late one
+        # a request that does not stream gets its first token seen with its last or a late one
+        "ttft": Latency(
             Histogram(Series("time_to_first_token_seconds", 'is_streaming!="false"'), "0.8"),
-            partial("streaming requests only; nothing is told apart below 0.1 s"),
+            limits="streaming requests only",
+            resolution="nothing is told apart below 0.1 s: 0.1 s means at most that",
         ),
-        "itl": (
+        "itl": Latency(
             Histogram(Series("inter_token_latency_seconds"), "0.1"),
-            partial("the interval of an output divided evenly over its tokens; nothing is told apart below 2 ms"),
+            limits="the interval of an output divided evenly over its tokens",
+            resolution="nothing is told apart below 2 ms",
         ),
-        "e2e": (
+        "e2e": Latency(
             Histogram(Series("e2e_request_latency_seconds"), "20"),
-            partial("nothing is told apart below 0.1 s: quantiles there read 0.1 s, which means at most that"),
+            resolution="nothing is told apart below 0.1 s: 0.1 s means at most that",
         ),
     },
     lacks=(

@@ -79,6 +79,17 @@ class Histogram:
     bound: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """What feeds the signals of a latency objective. `limits` holds for all of them, `resolution` for the quantiles, `share` for the
+    share over the objective; "" where there is nothing to say."""
+
+    source: Histogram
+    limits: str = ""
+    resolution: str = ""
+    share: str = ""
+
+
 Source = Rate | Level | Share | Split | Histogram
 
 
@@ -117,7 +128,7 @@ class Adapter:
     #: The engine's label that names the model; "" where it names none and the scrape job has to.
     model_label: str
     feeds: Mapping[str, Feed]
-    latencies: Mapping[str, tuple[Histogram, Capability]] = field(default_factory=dict)
+    latencies: Mapping[str, Latency] = field(default_factory=dict)
     renames: tuple[Rename, ...] = ()
     #: Matcher that every selector gets: leaves out re-exports and doubles.
     where: str = ""
@@ -133,6 +144,8 @@ class Adapter:
     notes: tuple[str, ...] = ()
     #: Families that only this engine has, for recognizing it (without prefix); empty: the prefix says it.
     known_by: tuple[str, ...] = ()
+    #: A JSON page of the same server and the field of it that holds the engine's version.
+    version_page: tuple[str, str] | None = None
 
     def old_names(self, name: str) -> tuple[str, ...]:
         """Names that `name` had in earlier versions, newest first."""

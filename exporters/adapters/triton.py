@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exporters.adapters.capability import partial
-from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Level, Rate, Series, Share, Split
+from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Latency, Level, Rate, Series, Share, Split
 
 _BLOCKS = "trt_llm_kv_cache_block_metrics"
 
@@ -61,9 +61,11 @@ ADAPTER = Adapter(
         ),
     },
     latencies={
-        "ttft": (
+        "ttft": Latency(
             Histogram(Series("inference_first_response_histogram_ms", scale=0.001), "500"),
-            partial("needs histogram_latencies=true and a decoupled model; bounds of 0.1, 0.5, 2 and 5 s by default: the share over the objective counts from 0.5 s"),
+            limits="needs histogram_latencies=true and a decoupled model",
+            resolution="bounds of 0.1, 0.5, 2 and 5 s by default",
+            share="counted from 0.5 s by default",
         ),
     },
     lacks=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exporters.adapters.capability import partial
-from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Level, Rate, Series, Share, Split
+from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Latency, Level, Rate, Series, Share, Split
 
 ADAPTER = Adapter(
     engine="trtllm",
@@ -12,6 +12,7 @@ ADAPTER = Adapter(
     path="/prometheus/metrics",
     port=8000,
     model_label="model_name",
+    version_page=("/version", "version"),
     feeds={
         "model:kvscope_requests_received:rate5m": Feed(
             Rate((Series("request_success_total"), Series("request_error_total"))),
@@ -58,17 +59,17 @@ ADAPTER = Adapter(
         ),
     },
     latencies={
-        "ttft": (
+        "ttft": Latency(
             Histogram(Series("time_to_first_token_seconds"), "0.75"),
-            partial("no bucket bound at 0.8 s by default: the share over the objective counts from 0.75 s, never too few"),
+            share="no bucket bound at 0.8 s by default: counted from 0.75 s, never too few",
         ),
-        "itl": (
+        "itl": Latency(
             Histogram(Series("time_per_output_token_seconds"), "0.1"),
-            partial("the mean of each request, not each interval: a stall within a request is spread over its tokens"),
+            limits="the mean of each request, not each interval: a stall within a request is spread over its tokens",
         ),
-        "e2e": (
+        "e2e": Latency(
             Histogram(Series("e2e_request_latency_seconds"), "20"),
-            partial("nothing is told apart below 0.3 s: quantiles there read 0.3 s, which means at most that"),
+            resolution="nothing is told apart below 0.3 s: 0.3 s means at most that",
         ),
     },
     lacks=(

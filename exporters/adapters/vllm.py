@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exporters.adapters.capability import partial
-from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Level, Rate, Rename, Series, Share, Split
+from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Latency, Level, Rate, Rename, Series, Share, Split
 
 #: Deprecated in the release named, hidden in the next, gone in the one after.
 RENAMES = (
@@ -64,19 +64,18 @@ FEEDS = {
 }
 
 LATENCIES = {
-    "ttft": (
+    "ttft": Latency(
         Histogram(Series("time_to_first_token_seconds"), "0.75"),
-        partial("no bucket bound at 0.8 s by default: the share over the objective counts from 0.75 s, never too few"),
+        share="no bucket bound at 0.8 s by default: counted from 0.75 s, never too few",
     ),
-    "itl": (
+    "itl": Latency(
         Histogram(Series("inter_token_latency_seconds"), "0.1"),
-        partial(
-            "one sample an engine output, which is several tokens under speculation; nothing is told apart below 10 ms"
-        ),
+        limits="one sample an engine output, which is several tokens under speculation",
+        resolution="nothing is told apart below 10 ms",
     ),
-    "e2e": (
+    "e2e": Latency(
         Histogram(Series("e2e_request_latency_seconds"), "20"),
-        partial("nothing is told apart below 0.3 s: quantiles there read 0.3 s, which means at most that"),
+        resolution="nothing is told apart below 0.3 s: 0.3 s means at most that",
     ),
 }
 
@@ -100,7 +99,7 @@ NOTES = (
     "A router that re-exports vllm:* as gauges (vLLM production-stack) adds a label `server`; series that carry it are left out, or every sum would double.",
     "The label `engine` of vLLM is the data-parallel rank; ranks are added up. It is not the label `engine` of the recorded series.",
     "Preempted and re-scheduled requests are not counted again as queries.",
-    "A usage gauge that stays where it was after a mass abort is frozen, not full: compare two scrapes.",
+    "A usage gauge that stays where it was after a mass abort is frozen, not full: `kvscope doctor` compares two scrapes.",
 )
 
 ADAPTER = Adapter(
@@ -110,6 +109,7 @@ ADAPTER = Adapter(
     path="/metrics",
     port=8000,
     model_label="model_name",
+    version_page=("/version", "version"),
     feeds=FEEDS,
     latencies=LATENCIES,
     renames=RENAMES,

@@ -1,4 +1,5 @@
-"""`kvscope doctor`: checks what kvscope stands on and says what to change. `--host` looks at this machine and its GPUs."""
+"""`kvscope doctor`: checks what kvscope stands on and says what to change. A URL is looked at as an engine's metrics endpoint, `--host` looks
+at this machine and its GPUs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import typer
 from observability.errors import ConfigError
 
 if TYPE_CHECKING:
+    from exporters.adapters.doctor import Report
     from exporters.gpu.host import Check
 
 _EXIT = {"ok": 0, "unknown": 0, "warning": 1, "broken": 2}
@@ -22,6 +24,12 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            help="Metrics endpoint of an engine to look at; without a path its usual one.", show_default=False
+        ),
+    ] = None,
     host: Annotated[
         bool, typer.Option("--host", help="Check this machine: card, driver, PCIe, NUMA, memory repairs, power.")
     ] = False,
@@ -29,19 +37,105 @@ def doctor(
         int | None,
         typer.Option(min=1, help="With --host: the process whose CPUs should lie beside the GPU. Default: this one."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    token: Annotated[
+        str | None, typer.Option(envvar="KVSCOPE_TOKEN", help="Bearer token of the endpoint.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=300, help="Seconds that one answer may take.")] = 10.0,
+    interval: Annotated[
+        float, typer.Option(min=0, max=300, help="Seconds between the two looks that tell frozen gauges; 0: one look.")
+    ] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Check what kvscope stands on, and say what to change. Exit code: 0 nothing to change, 1 something costs speed, 2 something is broken.
+    """Check what kvscope stands on, and say what to change: an engine's metrics endpoint, or this machine.
+
+    Of an endpoint: which engine it is, which signals it feeds, which settings would add more, and what is wrong with its numbers.
+
+    Exit code: 0 nothing to change, 1 something is wrong or costs speed, 2 something is broken or cannot be read.
 
     Examples:
+
+        kvscope doctor http://127.0.0.1:8000/metrics
+
+        kvscope doctor https://llm.example.com/metrics --token "$TOKEN" --interval 10 --json
 
         kvscope doctor --host
 
         kvscope doctor --host --pid 4242 --json
     """
-    if not host:
-        raise ConfigError("Nothing to check was named.", next_step="Give --host.")
-    check_this_host(pid, as_json)
+    if (url is None) == (not host):
+        raise ConfigError("Name one thing to check.", next_step="Give the URL of a metrics endpoint, or --host.")
+    if url is None:
+        check_this_host(pid, as_json)
+    else:
+        check_endpoint(url, token, timeout, interval, as_json)
+
+
+_LEVEL = {"error": "[red]error[/]", "warning": "[yellow]warning[/]", "note": "[dim]note[/]"}
+_STATUS = {"fed": "[green]yes[/]", "partial": "[yellow]in part[/]", "missing": "[red]missing[/]", "no": "[dim]no[/]"}
+
+
+def check_endpoint(url: str, token: str | None, timeout: float, interval: float, as_json: bool) -> None:
+    """Prints what a look at `url` gave and ends with its exit code."""
+    import sys
+
+    from exporters.adapters.doctor import examine
+
+    report = examine(url, token=token, timeout_seconds=timeout, interval_seconds=interval)
+    if as_json:
+        typer.echo(json.dumps({"exit_code": report.exit_code, **asdict(report)}, indent=2))
+    elif sys.stdout.isatty():
+        _print_report(report)
+    else:
+        typer.echo("\n".join(plain(report)))
+    raise typer.Exit(report.exit_code)
+
+
+def plain(report: Report) -> list[str]:
+    """`report` as lines for a file or a pipe: one fact a line, its kind first."""
+    out = [f"endpoint: {report.url}", f"engine: {report.title or 'not recognized'}"]
+    out += (
+        [f"version: {report.version.text} [{report.version.status}: {report.version.reason}]"] if report.engine else []
+    )
+    for reading in report.readings:
+        out.append(
+            f"{reading.name}: {reading.text} [{reading.status}{': ' + reading.reason if reading.reason else ''}]"
+        )
+    for state in report.signals:
+        out.append(f"signal {state.status}: {state.title}{': ' + state.reason if state.reason else ''}")
+    out += [f"setting: {flag.setting}: {flag.gives}" for flag in report.flags]
+    for finding in report.findings:
+        out.append(f"{finding.level}: {finding.found}{' Next: ' + finding.do if finding.do else ''}")
+    return out
+
+
+def _print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    about = f", version {report.version.text} ({report.version.reason})" if report.engine else ""
+    console.print(f"[bold]{escape(report.url)}[/]: {escape(report.title or 'not recognized')}{escape(about)}")
+    if report.readings:
+        table = Table("Now and since the engine started", "", "How sure", box=None, pad_edge=False)
+        for reading in report.readings:
+            sure = f"{reading.status}{': ' + reading.reason if reading.reason else ''}"
+            table.add_row(escape(reading.name), escape(reading.text), f"[dim]{escape(sure)}[/]")
+        console.print(table, "")
+    if report.signals:
+        table = Table("Signal", "Fed", "Why", box=None, pad_edge=False)
+        order = list(_STATUS)
+        for state in sorted(report.signals, key=lambda state: order.index(state.status)):
+            table.add_row(escape(state.title), _STATUS[state.status], f"[dim]{escape(state.reason)}[/]")
+        console.print(table, "")
+    for flag in report.flags:
+        console.print(f"[bold]{escape(flag.setting)}[/] would add: {escape(flag.gives)}")
+    for finding in report.findings:
+        console.print(f"{_LEVEL[finding.level]} {escape(finding.found)}")
+        if finding.do:
+            console.print(f"        [bold]{escape(finding.do)}[/]")
+    if report.engine and not report.findings:
+        console.print("[green]No finding.[/]")
 
 
 def check_this_host(pid: int | None, as_json: bool) -> None:
