@@ -186,6 +186,7 @@ def serve(
     otlp_histograms: Annotated[
         Literal["advised", "extended", "exponential"],
         typer.Option(
+            envvar="KVSCOPE_OTLP_HISTOGRAMS",
             help="Buckets of what is sent: the GenAI conventions' bounds, kvscope's up to 640 s, or exponential ones (native in Prometheus).",
             rich_help_panel=_OPENTELEMETRY,
         ),
@@ -409,7 +410,7 @@ def _start_otlp(
     telemetry: Telemetry, source: Source, endpoint: str | None, form: HistogramForm, port: int
 ) -> Otlp | None:
     """None: nobody asked for it. Raises ConfigError when the SDK is not installed."""
-    if not endpoint and not any(name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ):
+    if not endpoint and not any(text for name, text in os.environ.items() if name.startswith("OTEL_EXPORTER_OTLP_")):
         return None  # without loading the SDK
     import logging
 

@@ -15,7 +15,7 @@ import typer
 import yaml
 from jsonschema import Draft7Validator
 
-from observability import cli
+from observability import catalog, cli
 
 REPO = Path(__file__).resolve().parents[2]
 COMPOSE = REPO / "docker-compose.yml"
@@ -60,7 +60,7 @@ def test_compose_lint_finds_nothing_of_medium_severity_or_above() -> None:
 
 def test_services_are_those_that_the_documents_promise() -> None:
     assert set(SERVICES) == {
-        "secrets", "model", "engine", "load", "prometheus", "alertmanager", "grafana", "forecast", "app", "pyroscope",
+        "secrets", "model", "engine", "load", "prometheus", "alertmanager", "grafana", "forecast", "app", "pyroscope", "collector",
     }  # fmt: skip
 
 
@@ -195,13 +195,38 @@ def test_engine_load_prometheus_and_grafana_share_the_secrets_that_the_first_ser
 
 
 def test_profiles_are_off_until_they_are_asked_for_and_then_go_to_the_server_of_that_profile() -> None:
-    assert [name for name, service in SERVICES.items() if service.get("profiles")] == ["pyroscope"]
+    assert {n: s["profiles"] for n, s in SERVICES.items() if s.get("profiles")} == {
+        "pyroscope": ["profiling"],
+        "collector": ["otel"],
+    }
     assert SERVICES["engine"]["environment"]["KVSCOPE_PROFILE_TO"] == "${KVSCOPE_PROFILE_TO:-}"
     [address] = re.findall(r"KVSCOPE_PROFILE_TO=(\S+) docker compose --profile profiling up", COMPOSE.read_text())
     assert address == "http://pyroscope:4040"
     assert SERVICES["pyroscope"]["ports"] == ["127.0.0.1:4040:4040"]
     [option] = [o for o in typer.main.get_command(cli.root).commands["serve"].params if o.name == "profile_to"]  # type: ignore[attr-defined]
     assert option.envvar == "KVSCOPE_PROFILE_TO"
+
+
+def test_the_collector_takes_what_the_engine_sends_and_gives_it_to_prometheus() -> None:
+    config = load(REPO / "deploy/otel/collector.yml")
+    for pipeline in config["service"]["pipelines"].values():
+        for kind in ("receivers", "processors", "exporters"):
+            assert set(pipeline[kind]) <= config[kind].keys()
+    assert set(config["service"]["extensions"]) <= config["extensions"].keys()
+    [address] = re.findall(r"OTEL_EXPORTER_OTLP_ENDPOINT=(\S+) docker compose --profile otel up", COMPOSE.read_text())
+    port = config["receivers"]["otlp"]["protocols"]["http"]["endpoint"].rpartition(":")[2]
+    assert address == f"http://collector:{port}"
+    assert config["exporters"]["otlphttp/prometheus"]["endpoint"] == "http://prometheus:9090/api/v1/otlp"
+    assert "--web.enable-otlp-receiver" in SERVICES["prometheus"]["command"]
+    # What Prometheus scrapes must not come a second time.
+    [dropped] = config["processors"]["filter/scraped"]["metrics"]["exclude"]["metric_names"]
+    assert all(re.fullmatch(dropped, family.name) for family in catalog.FAMILIES)
+    assert not re.fullmatch(dropped, "gen_ai.server.request.duration")
+    environment = SERVICES["engine"]["environment"]
+    assert environment["OTEL_EXPORTER_OTLP_ENDPOINT"] == "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"
+    options = {o.envvar: o for o in typer.main.get_command(cli.root).commands["serve"].params}  # type: ignore[attr-defined]
+    assert options["KVSCOPE_OTLP_HISTOGRAMS"].name == "otlp_histograms"
+    assert environment["KVSCOPE_OTLP_HISTOGRAMS"] == "exponential"
 
 
 # -- Dockerfile -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from observability.errors import ConfigError
 from observability.telemetry import tracing
 from observability.telemetry.exponential import EXPONENTIAL_SCALE, Exponential
 from observability.telemetry.recorder import RequestRecord, Telemetry
-from tests.conftest import wait_for
+from tests.conftest import REPO, wait_for
 from tests.otlp.receiver import Receiver, metrics_in, values
 from tests.server.harness import HTTP, RunningServer, serving
 from tests.server.processes import serve
@@ -293,6 +293,23 @@ def test_counters_never_fall_and_have_one_start_from_push_to_push() -> None:
                 starts.add(point.start_time_unix_nano)
                 assert point.time_unix_nano > point.start_time_unix_nano
     assert len(starts) == 1
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+NAME = r"(?:gen_ai|kvscope|server|error)\.[a-z_.]*[a-z_]"
+
+
+def test_the_page_names_what_spans_and_metrics_carry_and_nothing_else(pushed: Any) -> None:
+    _, receiver, _ = pushed
+    page = set(re.findall(rf"`({NAME})`", (REPO / "docs/opentelemetry.md").read_text()))
+    code = {*tracing._ENTERED, *tracing._PHASE}
+    for file in ("observability/telemetry/tracing.py", "observability/engine/server.py"):
+        code |= set(re.findall(rf'"({NAME})"', (REPO / file).read_text()))
+    assert page == code
+    sent = {event.name for span in receiver.spans() for event in span.events} | set(TRUTH)
+    sent |= {name for span in receiver.spans() for name in values(span.attributes)}
+    assert sent <= page
 
 
 # -- names in Prometheus ---------------------------------------------------------------------------------------------------
