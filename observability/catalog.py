@@ -31,6 +31,8 @@ CLASSES = ("interactive", "standard", "long_context")
 #: How a request can end. `stop` and `length` are successes.
 OUTCOMES = ("stop", "length", "abort", "error", "rejected", "deadline")
 BLOCK_STATES = ("free", "evictable", "active")
+#: Batches of KV events of foreign engines: read as they came, asked back after a gap, not to be had, not readable.
+KV_EVENT_OUTCOMES = ("received", "replayed", "lost", "malformed")
 #: State of blocks of foreign engines that do not tell free from evictable.
 ALLOCATABLE = "allocatable"
 LAYOUTS = ("contiguous", "paged", "compressed")
@@ -584,6 +586,15 @@ ENGINE = Family(
     "kvscope_engine", "info", "", ("model", "executor", "clock", "device", "kv_dtype", "version"),
     "Which engine feeds this exporter. clock=virtual marks simulated time.",
 )  # fmt: skip
+KV_EVENT_BATCHES = _counter(
+    "kvscope_kv_event_batches", "batches", ("model", "outcome"),
+    "Batches of KV events of a foreign engine: received, replayed (a gap in their numbers that was asked back), lost, malformed. "
+    "After a loss the books of cached blocks start anew.",
+)  # fmt: skip
+KV_EVENT_UNMATCHED = _counter(
+    "kvscope_kv_event_unmatched_blocks", "blocks", _M,
+    "Blocks that a KV event removed although no event had told that they were stored. Expected after lost batches alone.",
+)  # fmt: skip
 SOURCE_FAMILY = Family(
     "kvscope_source_family", "info", "", ("model", "source", "family", "status", "reason"),
     "What a foreign engine can tell: each family of kvscope with status yes, partial or no, and why. A family with status no is absent.",
@@ -607,4 +618,6 @@ SCRAPE_SERIES = _gauge("kvscope_scrape_series", "series", (), "Series in the pre
 FAMILIES: tuple[Family, ...] = tuple(v for v in dict(globals()).values() if isinstance(v, Family))
 #: Of GPUs and hardware, whether or not an engine runs on them.
 HOST_FAMILIES = tuple(f for f in FAMILIES if f.name.startswith(("kvscope_gpu", "kvscope_hardware")))
+#: Told about other engines than the bundled one.
+FOREIGN_FAMILIES = (KV_EVENT_BATCHES, KV_EVENT_UNMATCHED, SOURCE_FAMILY)
 BY_NAME: dict[str, Family] = {f.name: f for f in FAMILIES}

@@ -38,6 +38,11 @@ FAMILIES: dict[str, Told] = {
     )
     for family in families
 }  # fmt: skip
+#: Told by KV events; by a sample of evictions.
+EVENTS = (
+    c.KV_EVICTED_BLOCKS, c.KV_LIVE_AGES, c.KV_EXPOSED, c.KV_REGRET, c.KV_EVICTION_MEMORY, c.KV_EVENT_BATCHES, c.KV_EVENT_UNMATCHED,
+)  # fmt: skip
+SAMPLED = (c.KV_IDLE_BEFORE_EVICTION, c.KV_REUSE_GAP)
 FAMILIES |= {
     c.REQUESTS.name: ("partial", "aborts need vLLM's front end: absent where its functions are not found"),
     c.INTER_TOKEN_LATENCY.name: ("partial", "one sample an engine output: several tokens with speculative decoding"),
@@ -47,7 +52,11 @@ FAMILIES |= {
     c.KV_HITTABLE_TOKENS.name: ("partial", "counted when a request ends"),
     c.KV_HIT_TOKENS.name: ("partial", "counted when a request ends; tier unknown with a KV connector"),
     c.KV_BLOCKS.name: ("partial", "free and evictable together, as allocatable"),
-    c.KV_EVICTED_BLOCKS.name: ("no", "vLLM tells it in KV events only"),
+    **dict.fromkeys((f.name for f in EVENTS), ("no", "needs KV events (--kv-events-config)")),
+    **dict.fromkeys((f.name for f in SAMPLED), ("no", "needs --kv-cache-metrics")),
+    c.KV_EVICTED_AGES.name: ("no", "needs KV events (--kv-events-config) or --kv-cache-metrics"),
+    **dict.fromkeys((f.name for f in c.HOST_FAMILIES), ("no", "`kvscope gpu` tells it beside any engine")),
+    **dict.fromkeys((f.name for f in c.FAMILIES if "tenant" in f.labels), ("no", "vLLM does not know tenants")),
     c.KV_ALLOCATED_BLOCKS.name: ("no", "vLLM does not count allocations"),
     c.KV_HOST_BLOCKS.name: ("no", "vLLM's offloading connectors have families of their own"),
     c.KV_MOVED_BLOCKS.name: ("no", "vLLM's connectors have families of their own"),
@@ -60,11 +69,16 @@ FAMILIES |= {
 LOOKUPS = tuple(f.name for f in (c.KV_LOOKUPS, c.KV_QUERIED_TOKENS, c.KV_HITTABLE_TOKENS, c.KV_HIT_TOKENS))
 
 
-def families(*, prefix_cache: bool, frontend: bool) -> dict[str, Told]:
+def families(*, prefix_cache: bool, frontend: bool, events: bool = False, sampled: bool = False) -> dict[str, Told]:
     """Every family of the catalogue with what this vLLM can tell of it."""
     told = {family.name: FAMILIES.get(family.name, _OWN) for family in c.FAMILIES}
     if not prefix_cache:
         told |= dict.fromkeys(LOOKUPS, ("no", "prefix caching is switched off"))
+    if sampled:
+        told |= dict.fromkeys((f.name for f in SAMPLED), ("partial", "of a sample of blocks, once they are evicted"))
+        told[c.KV_EVICTED_AGES.name] = ("partial", "of a sample of blocks; those that still live need KV events")
+    if events:
+        told |= dict.fromkeys((f.name for f in (*EVENTS, c.KV_EVICTED_AGES)), _YES)
     if not frontend:
         told[c.REQUESTS_RECEIVED.name] = ("no", "vLLM's front end was not found")
     return told

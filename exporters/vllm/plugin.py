@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
@@ -17,6 +17,9 @@ from exporters.vllm.frontend import Frontend, install
 from exporters.vllm.recorder import Recorder, Settings
 from observability import catalog as c
 from observability.telemetry.observed import Source
+
+if TYPE_CHECKING:
+    from exporters.vllm.kv_events import KVEvents
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ def _recorder(config: Any, engines: list[int]) -> Recorder:
         on_fault=lambda what: holder[0].fault(what),
     )
     requests, preempted = _install(frontend)
+    events = _kv_events(config, engines)
     states = (c.FRONTEND_STATE, "queued", "prefill", "decode", *(("preempted",) if preempted else ()))
     source = Source(
         model=str(model if not isinstance(model, list) else model[0]),
@@ -100,7 +104,12 @@ def _recorder(config: Any, engines: list[int]) -> Recorder:
         device=str(device),
         kv_dtype=str(getattr(cache, "cache_dtype", "unknown")),
         version=str(getattr(vllm, "__version__", "unknown")),
-        families=families(prefix_cache=bool(getattr(cache, "enable_prefix_caching", False)), frontend=requests),
+        families=families(
+            prefix_cache=bool(getattr(cache, "enable_prefix_caching", False)),
+            frontend=requests,
+            events=bool(events),
+            sampled=bool(getattr(getattr(config, "observability_config", None), "kv_cache_metrics", False)),
+        ),
         classes=classes if requests else ((c.UNTOLD,) if priorities else ("standard",)),
         class_of_totals=c.UNTOLD if priorities else "standard",
         states=states,
@@ -109,6 +118,9 @@ def _recorder(config: Any, engines: list[int]) -> Recorder:
     )
     recorder = Recorder(source, settings, engines)
     holder.append(recorder)
+    recorder.follow(events)
+    for reader in events.values():
+        reader.start()
     if requests:
         recorder.watch(frontend)
     return recorder
@@ -123,6 +135,28 @@ def _install(frontend: Frontend) -> tuple[bool, bool]:
     except Exception:
         _log.warning("kvscope does not know the front end of this vLLM: aborts and arrivals stay absent", exc_info=True)
         return False, False
+
+
+def _kv_events(config: Any, engines: list[int]) -> dict[int, KVEvents]:
+    """A reader for each engine, where vLLM publishes KV events; of several API server processes the first one reads."""
+    settings: Any = getattr(config, "kv_events_config", None)
+    parallel = getattr(config, "parallel_config", None)
+    if not getattr(settings, "enable_kv_cache_events", False) or getattr(settings, "publisher", None) != "zmq":
+        return {}
+    if (getattr(parallel, "_api_process_rank", 0) or 0) > 0:
+        return {}
+    try:
+        from exporters.vllm.kv_events import KVEvents, address_of
+
+        found = {}
+        for index in engines:
+            if endpoint := address_of(settings.endpoint, index):
+                replay = address_of(getattr(settings, "replay_endpoint", None), index)
+                found[index] = KVEvents(endpoint, replay, getattr(settings, "topic", "") or "")
+        return found
+    except Exception:
+        _log.warning("kvscope cannot read the KV events of this vLLM", exc_info=True)
+        return {}
 
 
 def _several_processes(config: Any) -> bool:

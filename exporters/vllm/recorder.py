@@ -7,16 +7,21 @@ read is counted as an anomaly and leaves the other parts alone, and nothing is e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from exporters.vllm import residency
 from exporters.vllm.capabilities import LOOKUPS
 from exporters.vllm.frontend import Frontend, Request
 from observability import catalog as c
 from observability.telemetry import phases as p
 from observability.telemetry.observed import Gauges, Observed, Source
 
+if TYPE_CHECKING:
+    from exporters.vllm.kv_events import KVEvents
+
+_Parts = tuple[Callable[[Observed, Any], None], ...]
 _log = logging.getLogger(__name__)
 _PREFILL, _DECODE, _MIXED = range(len(c.STEP_KINDS))
 #: By name of vllm.v1.engine.FinishReason. A repetition that vLLM detects is an end that the model chose, as stop is.
@@ -52,14 +57,21 @@ class Recorder:
             )
         self.set_pool(settings.capacity_blocks, settings.block_size)
         self.frontend: Frontend | None = None
+        self._samples = {id(observed): residency.EvictionSample() for observed in self._by_index.values()}
         self._reported: set[str] = set()
         self._classes = source.classes
         self._total = source.classes.index(source.class_of_totals) if source.class_of_totals in source.classes else None
-        self._parts: tuple[Callable[[Observed, Any], None], ...] = (
+        self._scheduler_parts: _Parts = (self._scheduler, self._evictions, self._step)
+        self._iteration_parts: _Parts = (
             self._counts, self._first_tokens, self._intervals, self._finished,
         )  # fmt: skip
         for observed in self.observed.values():
             observed.before_reading = self._refresh
+
+    def follow(self, events: Mapping[int, KVEvents]) -> None:
+        """Residency of each engine, from its KV events where `events` has a reader for it, and from vLLM's sample."""
+        for index, observed in self._by_index.items():
+            observed.extend(residency.blocks(observed.source.model, events.get(index), self._samples[id(observed)]))
 
     def watch(self, frontend: Frontend) -> None:
         """`frontend` tells of arrivals and aborts from now on."""
@@ -85,9 +97,10 @@ class Recorder:
                 self._fault(self._front, "engine_idx")
                 return
             if scheduler_stats is not None:
-                self._guard(self._scheduler, observed, scheduler_stats)
+                for scheduler_part in self._scheduler_parts:
+                    self._guard(scheduler_part, observed, scheduler_stats)
             if iteration_stats is not None:
-                for part in self._parts:
+                for part in self._iteration_parts:
                     self._guard(part, observed, iteration_stats)
         except Exception:
             self._fault(self._front, "record")
@@ -154,12 +167,14 @@ class Recorder:
             queries, hits = (_number(observed, cache, name) for name in ("preempted_queries", "preempted_hits"))
             if queries == queries and hits == hits:
                 observed.add(observed.recomputed, 0, queries - hits)
-        details = getattr(stats, "iteration_details", None)
-        if details is not None:
-            self._step(observed, details)
 
-    def _step(self, observed: Observed, details: Any) -> None:
-        if getattr(details, "is_dummy", False):
+    def _evictions(self, observed: Observed, stats: Any) -> None:
+        if evictions := getattr(stats, "kv_cache_eviction_events", None):
+            self._samples[id(observed)].add(evictions)
+
+    def _step(self, observed: Observed, stats: Any) -> None:
+        details = getattr(stats, "iteration_details", None)
+        if details is None or getattr(details, "is_dummy", False):
             return
         prefills, decodes = details.num_ctx_requests, details.num_generation_requests
         if not prefills and not decodes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import inf, nan
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ import numpy as np
 from observability import catalog as c
 from observability.telemetry import phases as p
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters
+
+_FLOATS = {float}
 
 
 class Gauges(NamedTuple):
@@ -87,15 +89,16 @@ class Observed:
     def observe(self, histograms: Histograms, row: int, values: Iterable[float]) -> None:
         """Counts `values` (seconds) in the label set `row`; what is no duration is counted as an anomaly."""
         cells, bounds, stride = histograms.cells, histograms.bounds, histograms.stride
-        at, last, total, bucket = row * stride, nan, 0.0, 0
-        for value in values:
-            if value != last:  # requests that decode in the same steps share their intervals
-                if not self.duration_ok(value):
-                    continue
-                last, bucket = value, at + bisect_left(bounds, value)
-            cells[bucket] += 1
-            total += value
-        cells[at + stride - 1] += total
+        at = row * stride
+        if (
+            type(values) is not list
+            or set(map(type, values)) != _FLOATS
+            or not (min(values) >= 0.0 and sum(values) < inf)
+        ):
+            values = [value for value in values if self.duration_ok(value)]
+        for bucket in map(bisect_left, repeat(bounds), values):
+            cells[at + bucket] += 1
+        cells[at + stride - 1] += sum(values)
 
     def duration_ok(self, seconds: float) -> bool:
         """Whether `seconds` is a finite duration; an anomaly is counted if not."""
@@ -168,8 +171,8 @@ class Observed:
         return self._layout.samples(None)
 
     def extend(self, blocks: Iterable[Block]) -> None:
-        """Further series that another source tells about the same engine."""
-        self._layout = self._layout.extended(blocks)
+        """Further series that another source tells about the same engine, as far as the engine is said to tell them."""
+        self._layout = self._layout.extended(block for block in blocks if self.tells(block.family))
 
     def _blocks(self) -> Iterable[Block]:
         s = self.source

@@ -8,7 +8,7 @@ JASA 53, 1958; intervals as in Cutler and Ederer, J. Chronic Dis. 8, 1958). Both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -81,8 +81,14 @@ class PoolResidency:
         return [*map(float, younger), float(len(ages))], exposed.tolist()
 
 
-def residency_blocks(model: str) -> Iterator[Block]:
-    """Families of residency, in catalogue order. Computed when they are read, from what was published last."""
+def _published(published: Published | None) -> Sequence[PoolResidency | None]:
+    return (None,) * len(c.POOLS) if published is None else published.kv.residency
+
+
+def residency_blocks(
+    model: str, pools_of: Callable[[Published | None], Sequence[PoolResidency | None]] = _published
+) -> Iterator[Block]:
+    """Families of residency, in catalogue order. Computed when they are read, by default from what was published last."""
     ages, les = c.AGE_LABELS, (*(str(float(bound)) for bound in AGE_BOUNDS), "+Inf")
     pools = [(model, pool) for pool in c.POOLS]
 
@@ -95,7 +101,7 @@ def residency_blocks(model: str) -> Iterator[Block]:
         absent = [nan] * (len(rows) // len(pools))
 
         def values(published: Published | None) -> list[float]:
-            found = (None,) * len(pools) if published is None else published.kv.residency
+            found = pools_of(published)
             return list(chain.from_iterable(absent if pool is None else read(pool) for pool in found))
 
         return Block(family, rows, values)

@@ -25,7 +25,7 @@ from observability.engine.types import EngineConfig, PromptSpan, Request, Sampli
 from observability.errors import KvscopeError  # noqa: E402
 
 #: Families that must not move in a healthy run, or are constant by nature, or are those of foreign engines.
-CONSTANT = {c.ENGINE, c.SOURCE_FAMILY, c.ANOMALIES_TOTAL, c.KV_BLOCK_SIZE, c.KV_CAPACITY_BLOCKS}
+CONSTANT = {c.ENGINE, *c.FOREIGN_FAMILIES, c.ANOMALIES_TOTAL, c.KV_BLOCK_SIZE, c.KV_CAPACITY_BLOCKS}
 #: Of mechanisms that are switched off here, see test_mechanism_traffic.
 OF_MECHANISMS = {
     c.KV_LAYOUT_CHANGES, c.KV_COMPRESSED_BLOCKS, c.KV_FIXED_BYTES, c.KV_HOST_BLOCKS, c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS,

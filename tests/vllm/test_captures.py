@@ -93,9 +93,9 @@ def test_phases_are_those_of_vllm_and_add_up_to_the_latency(found: Found, own: d
         assert total(found, name, state, "0") == pytest.approx(own[f"vllm:request_{theirs}_time_seconds_sum"])
     assert total(found, name, "0") == pytest.approx(own["vllm:e2e_request_latency_seconds_sum"])
     assert total(found, "kvscope_request_phase_requests_total", "0") == 60
-    # what vLLM's histograms cannot answer: the make-up of the requests slower than 6.3 s
-    slow = total(found, name, "6.3")
-    assert slow > 6.3 * total(found, "kvscope_request_phase_requests_total", "6.3") > 0
+    # what vLLM's histograms cannot answer: the make-up of the slower requests
+    slow = total(found, name, "5")
+    assert slow > 5 * total(found, "kvscope_request_phase_requests_total", "5") > 0
 
 
 def test_blocks_of_the_pool_at_every_step(events: list[dict[str, Any]]) -> None:
