@@ -34,7 +34,6 @@ FLAG_TEXTS = {
     "gaps": "gaps in its history",
     "simulated": "learned from simulated history",
     "outliers": "outliers pulled in",
-    "fallback": "a simpler model instead",
 }
 
 
@@ -64,6 +63,7 @@ class Outlook:
     past: pd.DataFrame
     origin: float | None
     flags: tuple[str, ...]
+    note: str
     refused: str
     accuracy: Accuracy | None
 
@@ -102,7 +102,7 @@ def _outlook(
     view: View, signal: Signal, model: str, stored: pd.DataFrame, actual: pd.Series, shared: set[pd.Timestamp]
 ) -> Outlook:
     if stored.empty:
-        return Outlook(signal, model, stored, stored, None, (), "", None)
+        return Outlook(signal, model, stored, stored, None, (), "", "", None)
     newest = stored[stored["origin"] == stored["origin"].max()].sort_values("step")
     known = stored[stored["step"] > 0].assign(actual=lambda frame: frame["time"].map(actual))
     start, end = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end))
@@ -112,7 +112,7 @@ def _outlook(
     first = newest.iloc[0]
     return Outlook(
         signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
-        str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
+        str(first["note"]), str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
     )  # fmt: skip
 
 

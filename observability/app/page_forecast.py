@@ -14,7 +14,7 @@ from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
 from observability.app.view import View, moment
 from observability.signals import Signal
-from observability.store.forecasts import MODEL_TITLES
+from observability.store.forecasts import DEFAULT_MODEL, MODEL_TITLES
 
 QUESTIONS = {
     queries.REQUESTS.name: "How much load comes next hour?",
@@ -35,11 +35,11 @@ NOTE = (
 def draw(context: Context) -> None:
     """One card a signal: history, past forecasts, next hour, and both models side by side."""
     model = st.segmented_control(
-        "Forecast model", list(MODEL_TITLES), default="prophet", key="by", bind="query-params", required=True,
+        "Forecast model", list(MODEL_TITLES), default=DEFAULT_MODEL, key="by", bind="query-params", required=True,
         label_visibility="collapsed", format_func=MODEL_TITLES.__getitem__,
     )  # fmt: skip
     for column, signal in zip(st.columns(len(outlook.FORECAST_SIGNALS)), outlook.FORECAST_SIGNALS, strict=True):
-        write = functools.partial(_forecast, signal=signal, model=model or "prophet")
+        write = functools.partial(_forecast, signal=signal, model=model or DEFAULT_MODEL)
         with column:
             ui.text_card(
                 context, _key(signal), QUESTIONS[signal.name], "10-min means", [signal], write, height=HEIGHT, note=NOTE
@@ -121,7 +121,7 @@ def models_table(seen: list[Outlook], signal: Signal, view: View) -> str:
         rows.append(f"<tr><td>{escape(each.title)}</td>{numbers}<td>{made}</td></tr>")
     notes = []
     for each in seen:
-        said = [outlook.FLAG_TEXTS.get(flag, flag) for flag in each.flags]
+        said = [each.note if flag == "fallback" else outlook.FLAG_TEXTS.get(flag, flag) for flag in each.flags]
         if each.origin is not None and view.end - each.origin > OLD_SECONDS:
             said.insert(0, "not renewed; is kvscope forecast running?")
         if said:

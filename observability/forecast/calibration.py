@@ -15,15 +15,24 @@ from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast
 #: interval differs from 5 %: two days from a wrong start, and little noise once there (measured over 44 series).
 GAIN = 0.1
 MISSED = 0.05
+#: Standard deviations of the prior on offset and slope of the log odds: some hundred outcomes are needed to move them much.
+CHANCE_PRIOR = (0.3, 0.2)
 #: The factor stays between these.
 STRETCH = (0.25, 8.0)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """`stretch`: factor on a model's quantiles about their median."""
+    """`stretch`: factor on a model's quantiles about their median. `chance`: offset and slope on the log odds that its paths
+    give for a limit being crossed."""
 
     stretch: float = 1.0
+    chance: tuple[float, float] = (0.0, 1.0)
+
+    def trusted(self, raw: Sequence[float]) -> tuple[float, ...]:
+        """Chances as outcomes bear them out; the order of `raw` stays."""
+        offset, slope = self.chance
+        return tuple((1.0 / (1.0 + np.exp(-(offset + slope * _log_odds(np.asarray(raw, dtype=np.float64)))))).tolist())
 
 
 UNCALIBRATED = Calibration()
@@ -49,7 +58,39 @@ def calibrate(series: GridSeries, stored: Sequence[Forecast], now: float) -> Cal
             hours = min(1.0, (each.origin - previous) / 3600.0)
             logarithm = np.clip(logarithm + GAIN * hours * (missed - MISSED), *np.log(STRETCH))
             previous = each.origin
-    return Calibration(float(np.exp(logarithm)))
+    raw = np.array([limit.raw[-1] for each in made for limit in each.breaches])
+    passed = np.array(
+        [_passed(actual, limit.limit) for each, actual in zip(made, came, strict=True) for limit in each.breaches]
+    )
+    return Calibration(float(np.exp(logarithm)), _chance(raw, passed))
+
+
+def _passed(actual: np.ndarray, limit: float) -> float:
+    """Whether one of the steps was above: 1 or 0; NaN when that is not known."""
+    if (actual > limit).any():
+        return 1.0
+    return 0.0 if np.isfinite(actual).all() else np.nan
+
+
+def _log_odds(chance: np.ndarray) -> np.ndarray:
+    chance = np.clip(chance, 1e-3, 1.0 - 1e-3)
+    return np.log(chance / (1.0 - chance))
+
+
+def _chance(raw: np.ndarray, passed: np.ndarray) -> tuple[float, float]:
+    """Offset and slope under which the log odds `raw` fit the outcomes best (Platt 1999), with a normal prior on no change."""
+    known = np.isfinite(passed)
+    x = np.stack((np.ones(known.sum()), _log_odds(raw[known])), axis=1) if known.any() else np.empty((0, 2))
+    found = np.array((0.0, 1.0))
+    precision = np.array(CHANCE_PRIOR) ** -2.0
+    for _ in range(20 if len(x) else 0):
+        chance = 1.0 / (1.0 + np.exp(-np.clip(x @ found, -30, 30)))
+        slope = x.T @ (passed[known] - chance) - precision * (found - (0.0, 1.0))
+        step = np.linalg.solve((x * (chance * (1 - chance))[:, None]).T @ x + np.diag(precision), slope)
+        found = found + np.clip(step, -0.5, 0.5)
+        if np.abs(step).max() < 1e-6:
+            break
+    return float(found[0]), float(max(found[1], 0.1))
 
 
 def outcomes(series: GridSeries, origins: np.ndarray) -> np.ndarray:

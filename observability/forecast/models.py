@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from observability.forecast.calibration import UNCALIBRATED, Calibration
-from observability.forecast.draft import Draft
+from observability.forecast.draft import Draft, ahead
 from observability.forecast.last_value import last_value, seasonal_naive
 from observability.forecast.limits import LIMITS, Limit
 from observability.forecast.prophet_model import FitError, prophet_ar1
 from observability.forecast.series import Window
+from observability.forecast.stack import stack
 from observability.signals import Signal
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, Breach, Forecast
 
@@ -21,6 +22,7 @@ RESOLUTION = {"requests/s": 1 / 600, "ratio": 1e-3, "seconds": 1e-3}
 _RESOLUTION_ELSE = 1e-2
 _MIDDLE = LEVELS.index(0.5)
 _RUN: Mapping[str, Callable[[Window], Draft]] = {
+    "auto": stack,
     "prophet": prophet_ar1,
     "last_value": lambda window: last_value(window.values),
     "seasonal_naive": lambda window: seasonal_naive(window.values),
@@ -81,7 +83,7 @@ def finished(
         flags, note = (*flags, "fallback"), "; ".join(filter(None, (note, draft.fallback)))
     return Forecast(
         window.signal.name, window.labels, model, window.origin, quantiles, flags, note, "", hindcast, stretch,
-        tuple(breach(limit, paths, quantiles, window) for limit in limits),
+        tuple(breach(limit, paths, quantiles, window, calibration) for limit in limits),
     )  # fmt: skip
 
 
@@ -101,9 +103,9 @@ def presentable(quantiles: np.ndarray, signal: Signal) -> np.ndarray:
     return np.clip(widened, signal.bounds[0], signal.bounds[1])
 
 
-def breach(limit: Limit, paths: np.ndarray, quantiles: np.ndarray, window: Window) -> Breach:
+def breach(limit: Limit, paths: np.ndarray, quantiles: np.ndarray, window: Window, calibration: Calibration) -> Breach:
     """Chance of being above `limit` by each step: the share of `paths` [paths, HORIZON_STEPS] that have been, drawn towards how
-    often the series was in such an hour by the weight of half a path. Without paths: the largest of the steps' own chances."""
+    often the series was in such an hour by the weight of half a path, then as outcomes bear it out. Without paths: the largest of the steps' own chances."""
     if len(paths):
         passed = np.logical_or.accumulate(paths > limit.value, axis=1)
         share = passed.mean(axis=0)
@@ -112,20 +114,17 @@ def breach(limit: Limit, paths: np.ndarray, quantiles: np.ndarray, window: Windo
         share = np.maximum.accumulate(share)
     usual = _usual(window.values, limit.value)
     raw = (len(paths) * share + 0.5 * usual) / (len(paths) + 0.5)
-    chances = tuple(np.clip(raw, 0.0, 1.0).tolist())
-    return Breach(limit.name, limit.value, chances, chances)
+    said = tuple(np.clip(raw, 0.0, 1.0).tolist())
+    return Breach(limit.name, limit.value, said, calibration.trusted(said))
 
 
 def _usual(values: np.ndarray, limit: float) -> np.ndarray:
-    """Share of the window's hours in which one of the first h steps was above `limit` [HORIZON_STEPS]."""
+    """How often the limit was passed within h steps from where the series is now, below or above it [HORIZON_STEPS]."""
     above = values > limit  # False where absent
-    shares = []
-    for steps in range(1, HORIZON_STEPS + 1):
-        if len(above) < steps:
-            shares.append(float(above.any()))
-        else:
-            shares.append(float(np.lib.stride_tricks.sliding_window_view(above, steps).any(axis=1).mean()))
-    return np.array(shares)
+    alike = np.isfinite(values) & (above == above[-1])
+    alike[-1] = False
+    passed = np.logical_or.accumulate(np.nan_to_num(ahead(values), nan=-np.inf) > limit, axis=1)
+    return passed[alike].mean(axis=0) if alike.any() else np.full(HORIZON_STEPS, float(above[-1]))
 
 
 def _refusal(window: Window, model: str, reason: str, hindcast: bool) -> Forecast:

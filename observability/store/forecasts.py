@@ -13,8 +13,14 @@ HORIZON_STEPS = 6
 #: Probabilities of the stored quantiles; the ends bound the 95 % interval.
 LEVELS = (0.025, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.975)
 #: Model -> its name for people. Where several are run they are run, listed and shown in this order.
-MODEL_TITLES = {"prophet": "Prophet + AR(1)", "last_value": "Last value", "seasonal_naive": "Yesterday"}
+MODEL_TITLES = {
+    "auto": "Auto stack",
+    "prophet": "Prophet + AR(1)",
+    "last_value": "Last value",
+    "seasonal_naive": "Yesterday",
+}
 MODELS = tuple(MODEL_TITLES)
+DEFAULT_MODEL = "auto"
 
 #: stale: the newest observation is over 20 minutes old. constant: the series did not move in the window.
 #: short_history: less than the model wants, said in the note. gaps: over a fifth of the window is absent.

@@ -32,6 +32,10 @@ def mean_of_rows(rows: dict[str, pd.DataFrame], until: float) -> float | None:
     return fmean(values) if len(values) >= 5 else None
 
 
+def by_name(source: EmbeddedStore, view: View) -> dict[str, outlook.Outlook]:
+    return {each.model: each for each in outlook.prospect(source, view, SIGNAL).models}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_error_and_coverage_are_those_of_every_stored_step_against_the_mean_that_came(
     source: EmbeddedStore, rows: dict[str, pd.DataFrame], view: View, model: str
@@ -104,7 +108,7 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
         SIGNAL.name, view.where, "prophet", view.end - 60, np.empty((0, len(LEVELS))), refused="only 2 steps"
     )
     store.add_forecasts([refusal])
-    prophet, last, *_ = outlook.prospect(store, view, SIGNAL).models
+    prophet, last = (by_name(store, view)[name] for name in ("prophet", "last_value"))
     assert prophet.ahead.empty
     assert prophet.accuracy is None
     assert "only 2 steps" in headline(prophet, view.end)
@@ -115,7 +119,7 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
 
 
 def test_the_better_model_is_marked_and_a_tie_is_not(source: EmbeddedStore, view: View) -> None:
-    prophet, last, *_ = outlook.prospect(source, view, SIGNAL).models
+    prophet, last = (by_name(source, view)[name] for name in ("prophet", "last_value"))
     assert "best" not in models_table([prophet, last], SIGNAL, view), "the synthetic medians are equal"
 
 
