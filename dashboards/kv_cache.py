@@ -27,8 +27,8 @@ from observability import catalog as c
 
 HIT_RATE_DROP = "KvscopeHitRateDrop"
 NO_EVICTION = "No eviction in the last 5 minutes"
-#: A minute, ten, an hour: of the bounds of kvscope_kv_block_* the ones that people ask about.
-_SURVIVAL_AGES = "10|60|600|3600"
+#: Of the bounds of kvscope_kv_block_* the ones that people ask about.
+_SURVIVAL_AGES = "1.0|10.0|60.0|600.0|3600.0"
 _QUANTILES = ("p50", "p90", "p99")
 
 

@@ -92,6 +92,7 @@ class LoadedEngine:
                 prompt,
                 SamplingParams(max_tokens=tokens, ignore_eos=True),
                 request_class=catalog.CLASSES[number % 3],
+                tenant=f"team-{number % 2}",
                 arrival=self.engine.executor.clock.now(),
             )
             self.engine.add(request)
@@ -161,6 +162,7 @@ def start_prometheus(
     """Prometheus on `address` with the generated rules: scrapes each second, evaluates each second, holds alerts for two."""
     for name, text in (("recording.yml", rules.recording_file()), ("alerts.yml", rules.alert_file())):
         quick = text.replace(f"interval: {rules.INTERVAL}", "interval: 1s").replace("for: 2m", "for: 2s")
+        quick = quick.replace(f"interval: {rules.SLOW_INTERVAL}", "interval: 1s")
         (folder / name).write_text(quick)
     config: dict[str, Any] = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from alerts import burn
 from alerts.links import JOB
 from dashboards.boards import BOARDS
 from dashboards.panels import LabelVariable, Panel, Query
@@ -80,7 +81,8 @@ def scraped(system: System) -> System:
 
 def _answer(prometheus: live.Prometheus, query: Query) -> list[dict[str, Any]]:
     """Series with at least one finite sample, as the panel would get them over the last 8 seconds."""
-    expr, now = fill(query.expr, rate_interval="5s"), time.time()
+    # no engine here has run for a day: what is compared with yesterday is compared with a moment ago
+    expr, now = fill(query.expr, rate_interval="5s").replace("offset 1d", "offset 2s"), time.time()
     if query.instant:
         result = prometheus.get("query", query=expr)["result"]
         samples = [(r["metric"], [r["value"]]) for r in result]
@@ -108,8 +110,7 @@ def test_panels_that_idle_or_unquantized_engines_leave_empty_say_why() -> None:
     """Here all of them have data (see above): the engine is busy, its KV quantized and bounded."""
     reasons = {panel.title: panel.when_empty for panel in PANELS if panel.when_empty}
     assert "How far is stored KV from exact?" in reasons
-    assert len(reasons) < len(PANELS) / 2
-    assert all(re.match(r"No [a-zA-Z ]{8}", reason) for reason in reasons.values())
+    assert all(re.match(r"No [a-zA-Z :]{8}", reason) for reason in reasons.values())
 
 
 @pytest.mark.parametrize(
@@ -171,11 +172,11 @@ def test_seeded_faults_reach_a_webhook_through_alertmanager(scraped: System) -> 
         90,
         "alerts of the overload",
     )
-    burn, full = scraped.webhook.firing()["KvscopeTTFTBudgetBurn"], scraped.webhook.firing()["KvscopeKVCacheExhausted"]
-    assert burn["labels"]["model"] == full["labels"]["model"] == live.MODEL
-    percent = float(re.match(r"([\d.]+)%", burn["annotations"]["description"])[1])  # type: ignore[index]
-    assert percent > burn.PAIRS[0].burn
-    assert burn["annotations"]["runbook_url"].endswith("/d/kvscope-runbook-ttftbudgetburn")
+    slow, full = scraped.webhook.firing()["KvscopeTTFTBudgetBurn"], scraped.webhook.firing()["KvscopeKVCacheExhausted"]
+    assert slow["labels"]["model"] == full["labels"]["model"] == live.MODEL
+    times = float(re.search(r"burns ([\d.]+) times", slow["annotations"]["description"])[1])  # type: ignore[index]
+    assert times > burn.PAIRS[0].burn
+    assert slow["annotations"]["runbook_url"].endswith("/d/kvscope-runbook-ttftbudgetburn")
     assert full["labels"]["instance"] == scraped.engine.exporter.url.removeprefix("http://").removesuffix("/metrics")
     scraped.engine.exporter.stop()
     wait_for(lambda: "KvscopeSourceStale" in scraped.webhook.firing(), 30, "the alert that the source is gone")
