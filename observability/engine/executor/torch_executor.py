@@ -74,7 +74,7 @@ class TorchExecutor:
         except RuntimeError as error:  # torch's out of memory, on any device
             raise ConfigError(
                 f"A KV pool of {config.num_blocks} blocks cannot be allocated on {self.device}: {str(error).splitlines()[0]}",
-                next_step="Lower num_blocks, num_compressed_blocks or num_host_blocks, or use kv_dtype int8.",
+                next_step="Lower num_blocks, num_compressed_blocks, num_host_blocks or quant_shadow_tokens, or use kv_dtype int8.",
             ) from error
         self.kv_bytes_per_block = sets[0].bytes_per_block
         self.kv_bytes_per_compressed_block = sets[-1].bytes_per_block if config.num_compressed_blocks else 0
