@@ -43,7 +43,8 @@ def parts_imported(path: Path) -> set[str]:
             top, _, rest = module.partition(".")
             if top == "observability":
                 found.add(rest.split(".")[0])
-            elif module.startswith("exporters.adapters"):  # tables of other engines: data, as signals are
+            # tables of other engines and of the plug-in: data, as signals are
+            elif module.startswith(("exporters.adapters", "exporters.vllm.capabilities")):
                 found.add("adapters")
             elif top in ("exporters", "alerts", "dashboards"):
                 found.add(top)

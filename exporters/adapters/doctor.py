@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import anyio
@@ -16,10 +16,13 @@ from exporters.adapters.page import Page, parse
 from exporters.adapters.promql import names, objective_of
 from exporters.adapters.readings import Reading
 from exporters.adapters.table import Adapter, Flag
-from observability.catalog import Family
+from exporters.adapters.vllm_plugin import families_of, from_families
+from observability import catalog
+from observability.catalog import BY_NAME
 from observability.signals import SIGNALS, Signal
 
-ENGINE_INFO = "kvscope_engine_info"
+ENGINE_INFO = catalog.ENGINE.series
+SOURCE_INFO = catalog.SOURCE_FAMILY.series
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +152,19 @@ def _shown(adapter: Adapter, page: Page, flag: Flag) -> bool:
     )
 
 
-def _families(node: Any) -> Iterator[Family]:
-    """Every family that the expression of a signal reads."""
-    if isinstance(node, Family):
-        yield node
-    elif is_dataclass(node):
-        for part in fields(node):
-            yield from _families(getattr(node, part.name))
-
-
 def _state(engine: str, signal: Signal, page: Page) -> SignalState:
     can = capability(engine, signal.name)
+    told = {
+        s.labels.get("family", ""): (s.labels.get("status", ""), s.labels.get("reason", ""))
+        for s in page.by_name.get(SOURCE_INFO, ())
+    }
+    if told:  # what this very source can tell, with its settings
+        can = from_families(signal, told)
     if can.status == "no":
         return SignalState(signal.name, signal.title, "no", can.reason)
     adapter = ADAPTERS.get(engine)
     if adapter is None:
-        wanted = [{family.series} for family in _families(signal.expr)] or [{"kvscope_request_phase_seconds_total"}]
+        wanted = [{BY_NAME[name].series} for name in families_of(signal)]
     else:
         objective = objective_of(signal)
         if objective is not None:

@@ -24,8 +24,18 @@ TITLES: Mapping[str, str] = {
     **{engine: adapter.title for engine, adapter in ADAPTERS.items()},
 }
 
+_RESIDENCY = "how long blocks live is not exported"
 #: Reasons that hold for every engine without kvscope's telemetry, by a part of the signal's name.
 _NOWHERE = (
+    ("kvscope_tenant_", "tenants are a matter of kvscope's server"),
+    ("kvscope_kv_bytes", "bytes of the KV pool are not exported by what they are used for"),
+    ("kvscope_request_quantization", "no error of stored KV is measured"),
+    ("kvscope_kv_block_survival", _RESIDENCY),
+    ("kvscope_kv_block_lifetime", _RESIDENCY),
+    ("kvscope_kv_idle_before_eviction", _RESIDENCY),
+    ("kvscope_kv_reuse_gap", _RESIDENCY),
+    ("kvscope_kv_live_block_age", _RESIDENCY),
+    ("kvscope_kv_regret", "what was evicted and asked for again is not counted"),
     (":kvscope_request_phase_seconds:", "no split of a request's time is exported"),
     ("kvscope_kv_hit", "no counters of hits and lookups are exported"),
     ("kvscope_kv_region", "where blocks lie in memory is not exported"),
@@ -46,7 +56,7 @@ def capability(engine: str, signal: str) -> Capability:
     if engine == BUNDLED:
         return YES
     if engine == PLUGIN:
-        return VLLM_PLUGIN.get(signal, YES)
+        return VLLM_PLUGIN[signal]
     adapter = ADAPTERS[engine]
     objective = objective_of(known)
     if objective is not None and objective.name in adapter.latencies:

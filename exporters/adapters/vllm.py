@@ -79,7 +79,13 @@ LATENCIES = {
     ),
 }
 
+_SAMPLED = "vLLM's own residency histograms (--kv-cache-metrics) see 1 % of the evicted blocks and none that still lives: no such series is made of them"
 LACKS = (
+    ("kvscope_kv_block_survival", _SAMPLED),
+    ("kvscope_kv_block_lifetime", _SAMPLED),
+    ("kvscope_kv_idle_before_eviction", _SAMPLED),
+    ("kvscope_kv_reuse_gap", _SAMPLED),
+    ("kvscope_kv_live_block_age", _SAMPLED),
     (":kvscope_request_phase_seconds:", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
     ("length_bucket:", "hits are not counted by prompt length; the kvscope plug-in for vLLM counts them"),
     ("kvscope_kv_evicted_blocks", "evictions are not counted; the residency histograms see 1 % of them, when switched on"),

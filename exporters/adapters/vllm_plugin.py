@@ -1,31 +1,38 @@
-"""What the vLLM plug-in (exporters/vllm) cannot feed, or only in part: everything not named here it feeds as the bundled engine does.
+"""What the vLLM plug-in can feed, signal by signal: worked out from what it says of its families (exporters/vllm/capabilities.py).
 
-A signal named here with status no has no series at all from the plug-in, never a zero.
+A signal with status no has no series at all from the plug-in, never a zero.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from exporters.adapters.capability import Capability, no, partial
-from observability.signals import BY_NAME
+from exporters.adapters.capability import YES, Capability, no, partial
+from exporters.vllm.capabilities import families
+from observability import catalog
+from observability.signals import SIGNALS, Signal
 
-_ADDRESSES = no("vLLM does not hand out where blocks lie in memory")
-_TOKENS = no("vLLM hands out the share of blocks in use, not the tokens in them")
-_BY_PART: tuple[tuple[str, Capability], ...] = (
-    ("kvscope_kv_region", _ADDRESSES),
-    ("kvscope_kv_free_runs", _ADDRESSES),
-    ("kvscope_kv_external_fragmentation", _ADDRESSES),
-    ("kvscope_kv_internal_fragmentation", _TOKENS),
-    ("kvscope_kv_stored_tokens", _TOKENS),
-    ("kvscope_kv_layout_blocks", no("layouts of blocks are a matter of kvscope's engine")),
-    ("kvscope_kv_quantization", no("vLLM does not measure the error of stored KV")),
-    ("kvscope_step_seconds", no("vLLM does not hand out its time by step component")),
-    (":kvscope_request_phase_seconds:", partial("states only: what the engine did meanwhile is not handed out")),
-)
+_PARTS = ("", "_total", "_bucket", "_sum", "_count", "_info")
+_BY_SERIES = {family.name + part: family.name for family in catalog.FAMILIES for part in _PARTS}
+
+
+def families_of(signal: Signal) -> list[str]:
+    """Names of the families that `signal` is worked out from."""
+    asked = re.findall(r"\bkvscope_\w+", signal.promql)
+    return list(dict.fromkeys(_BY_SERIES[name] for name in asked if name in _BY_SERIES))
+
+
+def from_families(signal: Signal, told: Mapping[str, tuple[str, str]]) -> Capability:
+    """Of a signal from (status, reason) of its families: as good as the worst of them."""
+    found = [told[name] for name in families_of(signal) if name in told]
+    for status, make in (("no", no), ("partial", partial)):
+        reasons = dict.fromkeys(part for has, reason in found if has == status for part in reason.split("; "))
+        if reasons:
+            return make("; ".join(reasons))
+    return YES
+
 
 CAPABILITIES: Mapping[str, Capability] = {
-    name: next(found for part, found in _BY_PART if part in name)
-    for name in BY_NAME
-    if any(part in name for part, _ in _BY_PART)
+    signal.name: from_families(signal, families(prefix_cache=True, frontend=True)) for signal in SIGNALS
 }

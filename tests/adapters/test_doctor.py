@@ -62,6 +62,18 @@ def test_kvscope_and_the_plug_in_are_told_apart(server: Server) -> None:
     assert look(server).engine == PLUGIN
 
 
+def test_what_a_source_says_of_itself_counts_before_the_general_matrix(server: Server) -> None:
+    info = 'kvscope_source_family_info{model="m",source="vllm",family="kvscope_kv_hit_tokens",status="no",reason="prefix caching is switched off"} 1\n'  # fmt: skip
+    server.pages["/metrics"] = 'kvscope_requests_running{model="m",class="unknown"} 2\n' + info + PAGE
+    report = look(server)
+    assert report.engine == PLUGIN
+    states = {state.signal: state for state in report.signals}
+    assert states["model:kvscope_requests_running:sum"].status == "fed"
+    assert states["model:kvscope_kv_hit:ratio_rate5m"].status == "no"
+    assert states["model:kvscope_kv_hit:ratio_rate5m"].reason == "prefix caching is switched off"
+    assert states["model:kvscope_requests_waiting:sum"].status == "missing"
+
+
 def test_missing_family_is_missing_with_its_name_and_the_setting_that_adds_it(server: Server) -> None:
     server.pages["/prometheus/metrics"] = "".join(
         line + "\n"
