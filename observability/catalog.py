@@ -621,3 +621,22 @@ HOST_FAMILIES = tuple(f for f in FAMILIES if f.name.startswith(("kvscope_gpu", "
 #: Told about other engines than the bundled one.
 FOREIGN_FAMILIES = (KV_EVENT_BATCHES, KV_EVENT_UNMATCHED, SOURCE_FAMILY)
 BY_NAME: dict[str, Family] = {f.name: f for f in FAMILIES}
+
+#: What holds between families when every engine is idle, or within one reading's worth of traffic: left = right, as PromQL. Drift means
+#: that requests are lost or counted twice (or that anomalies were counted).
+IDENTITIES: tuple[tuple[str, str], ...] = (
+    (
+        "sum(kvscope_requests_received_total)",
+        "sum(kvscope_requests_total) + sum(kvscope_requests_running) + sum(kvscope_requests_waiting)",
+    ),
+    ("sum(kvscope_request_duration_seconds_count)", 'sum(kvscope_requests_total{outcome=~"stop|length"})'),
+    ('sum(kvscope_request_phase_requests_total{gt="0"})', "sum(kvscope_request_duration_seconds_count)"),
+    ('sum(kvscope_request_phase_seconds_total{gt="0"})', "sum(kvscope_request_duration_seconds_sum)"),
+    (
+        "sum(kvscope_inter_token_latency_seconds_count)",
+        "sum(kvscope_generation_tokens_total) - sum(kvscope_time_to_first_token_seconds_count)",
+    ),
+    ("sum(kvscope_step_duration_seconds_count)", "sum(kvscope_steps_total)"),
+    ("sum(kvscope_kv_blocks)", "sum(kvscope_kv_capacity_blocks)"),
+    ("sum(kvscope_kv_region_blocks)", "sum(kvscope_kv_capacity_blocks)"),
+)
