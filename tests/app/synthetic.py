@@ -84,6 +84,7 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
         "blocks/s": 30.0,
         "1/s": 0.05,
         "seconds": 3.0,
+        "bytes": 1e9,
     }
     if name.endswith("waiting:sum"):
         return np.round(np.maximum(x - 0.6, 0) * 60)
@@ -98,6 +99,7 @@ LABELS = {
     "component": catalog.COMPONENTS, "layout": catalog.LAYOUTS, "region": catalog.REGION_LABELS, "phase": ("prefill", "decode"),
     "le": (*(f"{b:.1f}" for b in catalog.FREE_RUN_BOUNDS), "+Inf"), "tensor": catalog.TENSORS,
     "layer_group": ("00-09", "10-19", "20-29"), "scheme": ("int8",), "model": (MODEL,),
+    "tenant": ("search", "chat"), "kind": ("reserved", "resident", "active"), "pool": catalog.POOLS, "window": tuple(catalog.REGRET_WINDOWS),
 }  # fmt: skip
 
 
