@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -45,23 +46,23 @@ class EngineCollector(Collector):
             return []
 
 
-_registered: EngineCollector | None = None
+_registered: weakref.WeakKeyDictionary[CollectorRegistry, EngineCollector] = weakref.WeakKeyDictionary()
 
 
 class Exposition:
     """Shows `engines` until the process ends or a later Exposition takes its place."""
 
     def __init__(self, engines: Mapping[str, Observed], registry: CollectorRegistry = REGISTRY) -> None:
-        global _registered
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self.flusher: Flusher | None = Flusher(engines)
             self.flusher.start()
             return
         self.flusher = None
-        if _registered is not None:  # an earlier engine of this process: two would show the same series twice
-            registry.unregister(_registered)
-        _registered = EngineCollector(engines)
-        registry.register(_registered)
+        earlier = _registered.pop(registry, None)
+        if earlier is not None:  # an earlier engine of this process: two would show the same series twice
+            registry.unregister(earlier)
+        _registered[registry] = EngineCollector(engines)
+        registry.register(_registered[registry])
 
 
 class Flusher(threading.Thread):
@@ -71,7 +72,7 @@ class Flusher(threading.Thread):
         super().__init__(name="kvscope-flush", daemon=True)
         self._engines = engines
         self._cells: dict[tuple[str, str, str, tuple[str, ...]], tuple[Any, tuple[float, float]]] = {}
-        self._started = time.time()
+        self._since = time.time()
         self._done = threading.Event()
         atexit.register(self.stop)
 
@@ -121,4 +122,4 @@ class Flusher(threading.Thread):
     def _newest_gauges(self, engine: str) -> float:
         """Unix time of the gauges: of several processes that tell one, readers take the newest."""
         gauges = self._engines[engine].gauges
-        return self._started if gauges is None else gauges.unix_time
+        return self._since if gauges is None else gauges.unix_time

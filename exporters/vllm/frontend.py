@@ -61,6 +61,11 @@ class Frontend:
         self._by_external: dict[str, list[str]] = {}
         self._processor: weakref.ref[Any] | None = None
 
+    @property
+    def bound(self) -> bool:
+        """Whether a request has shown that vLLM calls what is watched."""
+        return self._processor is not None
+
     def idle(self) -> bool:
         """Whether no request is in flight."""
         processor = self._processor() if self._processor is not None else None

@@ -280,6 +280,8 @@ class Recorder:
             return
         for observed in self._by_index.values():
             kept = observed.gauges
+            if kept is not None and not self.frontend.bound:
+                continue
             active = kept.active_blocks if self.settings.connector and kept is not None else 0.0
             if self._usable is None:
                 active = _NAN

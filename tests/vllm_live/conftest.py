@@ -44,6 +44,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    replay: str = ""  # address of the replay socket of its KV events
 
     def samples(self) -> Samples:
         """Every sample of /metrics. A series that shows twice fails the test."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import msgspec
 import zmq
@@ -14,22 +15,16 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class Follower:
-    """Asks the whole history from the replay socket whenever `blocks` is called."""
-
-    def __init__(self, endpoint: str, replay: str) -> None:
-        self.replay = replay
-
-    def history(self) -> list[dict[str, object]]:
-        """All events of all batches so far."""
-        events: list[dict[str, object]] = []
-        with zmq.Context() as context, context.socket(zmq.REQ) as s:
-            s.setsockopt(zmq.LINGER, 0)
-            s.connect(self.replay)
-            s.send((0).to_bytes(8, "big"))
-            while True:
-                assert s.poll(5000), "no answer from the replay socket"
-                frames = s.recv_multipart()
-                if int.from_bytes(frames[-2], "big", signed=True) < 0:
-                    return events
-                events += msgspec.msgpack.decode(frames[-1])[1]
+def history(replay: str) -> list[list[Any]]:
+    """All batches since vLLM started, each [time, events, rank], asked from its replay socket."""
+    batches: list[list[Any]] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as s:
+        s.setsockopt(zmq.LINGER, 0)
+        s.connect(replay)
+        s.send_multipart([b"", (0).to_bytes(8, "big")])
+        while True:
+            assert s.poll(5000), "no answer from the replay socket"
+            frames = s.recv_multipart()
+            if int.from_bytes(frames[-2], "big", signed=True) < 0:
+                return batches
+            batches.append(msgspec.msgpack.decode(frames[-1]))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from observability import catalog as c
 from tests.conftest import wait_for
 from tests.vllm_live.conftest import MODEL, Samples, Server, errors_of_kvscope, grown, total
-from tests.vllm_live.events import free_port
+from tests.vllm_live.events import free_port, history
 
 #: 8 usable blocks of 128 tokens: four requests of more than 256 tokens do not fit.
 _BLOCKS = 9
@@ -33,10 +34,12 @@ def server(start_vllm: Callable[..., Server], tmp_path_factory: pytest.TempPathF
         "endpoint": events,
         "replay_endpoint": events + "-replay",
     }
-    return start_vllm(
+    started = start_vllm(
         free_port(), "--max-num-seqs", "4", "--num-gpu-blocks-override", str(_BLOCKS), "--kv-cache-metrics",
         "--kv-cache-metrics-sample", "1.0", "--enable-logging-iteration-details", "--kv-events-config", json.dumps(config)
     )  # fmt: skip
+    started.replay = events + "-replay"
+    return started
 
 
 def idle(server: Server) -> Samples:
@@ -155,17 +158,49 @@ def test_requests_that_lose_their_blocks_show_preempted_time_and_recomputation(s
     )
 
 
+def test_the_books_of_cached_blocks_are_those_of_every_event(server: Server) -> None:
+    after = idle(server)
+    batches = history(server.replay)
+    live, evicted = dict[Any, float](), list[float]()
+    for when, events, *_ in batches:
+        for event in events:
+            for key in event.get("block_hashes", ()):
+                if event["type"] == "BlockStored":
+                    live.setdefault(key, when)
+                elif key in live:
+                    evicted.append(when - live.pop(key))
+    assert total(after, "kvscope_kv_live_blocks", pool="exact", le="+Inf") == len(live) > 0
+    assert total(after, "kvscope_kv_evicted_blocks_total") == len(evicted) > 0
+    assert total(after, "kvscope_kv_evicted_age_blocks_total", pool="exact") == len(evicted)
+    for age in ("10", "60"):
+        shown = sum(
+            v
+            for (n, k), v in after.items()
+            if n == "kvscope_kv_evicted_age_blocks_total" and float(dict(k)["age"]) <= float(age)
+        )
+        assert shown == sum(seconds <= float(age) for seconds in evicted)
+    counted = {o: total(after, "kvscope_kv_event_batches_total", outcome=o) for o in c.KV_EVENT_OUTCOMES}
+    assert counted["received"] + counted["replayed"] == len(batches)
+    assert counted["lost"] == counted["malformed"] == total(after, "kvscope_kv_event_unmatched_blocks_total") == 0
+
+
 def test_every_family_that_is_told_moved_and_no_other_is_there(server: Server) -> None:
     after = idle(server)
     status = {dict(k[1])["family"]: dict(k[1])["status"] for k in after if k[0] == "kvscope_source_family_info"}
     assert set(status) == {family.name for family in c.FAMILIES}
-    untouched = (c.LABEL_FOLDS, c.ANOMALIES_TOTAL, c.REQUESTS_RUNNING, c.REQUESTS_WAITING)  # 0 is what they should be
+    untouched = (
+        c.LABEL_FOLDS,
+        c.KV_EVENT_UNMATCHED,
+        c.ANOMALIES_TOTAL,
+        c.REQUESTS_RUNNING,
+        c.REQUESTS_WAITING,
+    )  # 0 is what they should be
     for family in c.FAMILIES:
         names = {family.name + s for s in ("", "_total", "_info", "_bucket", "_count", "_sum")}
         values = [v for (name, _), v in after.items() if name in names]
         if status[family.name] == "no":
             assert not values, family.name
-        else:
+        elif family is not c.KV_EVICTION_MEMORY:  # absent until an eviction is forgotten
             assert values, f"{family.name} is told but has no series"
             assert family in untouched or any(values), f"{family.name} never moved"
     assert total(after, "kvscope_telemetry_anomalies_total") == 0
