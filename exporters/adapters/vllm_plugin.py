@@ -33,6 +33,15 @@ def from_families(signal: Signal, told: Mapping[str, tuple[str, str]]) -> Capabi
     return YES
 
 
-CAPABILITIES: Mapping[str, Capability] = {
-    signal.name: from_families(signal, families(prefix_cache=True, frontend=True)) for signal in SIGNALS
-}
+#: As vLLM is started, and with every flag that makes it tell more.
+_PLAIN = families(prefix_cache=True, frontend=True)
+_FLAGS = families(prefix_cache=True, frontend=True, events=True, sampled=True)
+
+
+def _capability(signal: Signal) -> Capability:
+    plain = from_families(signal, _PLAIN)
+    needs_a_flag = plain.status == "no" and from_families(signal, _FLAGS).status != "no"
+    return partial(plain.reason) if needs_a_flag else plain
+
+
+CAPABILITIES: Mapping[str, Capability] = {signal.name: _capability(signal) for signal in SIGNALS}

@@ -1,6 +1,7 @@
 """What vLLM can tell the plug-in, family by family: yes, partial or no, and why. Pure data.
 
-Exported as kvscope_source_family_info, so that a panel can say "not exported by vLLM" where it would say "No data".
+Exported as kvscope_source_family_info, so that a panel can say "not exported by vLLM" where it would say "No data"; the capability matrix
+(exporters/adapters/vllm_plugin.py) is worked out from it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ _BYTES: Told = ("no", "vLLM does not tell the bytes of a block")
 _QUANT: Told = ("no", "vLLM does not measure the error of its KV quantization")
 _OWN: Told = ("no", "a mechanism of kvscope's own engine")
 _STEP: Told = ("partial", "only with --enable-logging-iteration-details")
-_HOOK: Told = ("partial", "needs vLLM's front end: absent where its functions are not found")
 
 FAMILIES: dict[str, Told] = {
     family.name: told
@@ -25,16 +25,15 @@ FAMILIES: dict[str, Told] = {
             _YES,
             (
                 c.REQUEST_DURATION, c.TIME_TO_FIRST_TOKEN, c.PROMPT_TOKENS, c.GENERATION_TOKENS, c.REQUESTS_RUNNING, c.REQUESTS_WAITING,
-                c.PREEMPTIONS, c.PHASE_REQUESTS, c.KV_CAPACITY_BLOCKS, c.KV_BLOCK_SIZE, c.KV_RECOMPUTED_TOKENS,
+                c.PREEMPTIONS, c.PHASE_REQUESTS, c.REQUESTS_RECEIVED, c.REQUESTS, c.KV_CAPACITY_BLOCKS, c.KV_BLOCK_SIZE, c.KV_RECOMPUTED_TOKENS,
                 c.ENGINE, c.SOURCE_FAMILY, c.LAST_UPDATE, c.ANOMALIES_TOTAL, c.LABEL_FOLDS,
             ),
         ),
-        (_HOOK, (c.REQUESTS_RECEIVED,)),
         (_STEP, (c.STEPS, c.STEP_DURATION, c.STEP_TOKENS)),
         (_ADDRESS, (c.KV_LARGEST_FREE_RUN, c.KV_FREE_RUNS, c.KV_REGION_BLOCKS, c.KV_REGION_FREE_RUN)),
         (_CONTENT, (c.KV_STORED_TOKENS,)),
         (_BYTES, (c.KV_BYTES, c.KV_FIXED_BYTES)),
-        (_QUANT, (c.KV_QUANT_ERROR, c.KV_QUANT_SIGNAL, c.KV_QUANT_ELEMENTS, c.KV_QUANT_RELATIVE)),
+        (_QUANT, tuple(f for f in c.FAMILIES if "quantization" in f.name)),
     )
     for family in families
 }  # fmt: skip
@@ -44,7 +43,6 @@ EVENTS = (
 )  # fmt: skip
 SAMPLED = (c.KV_IDLE_BEFORE_EVICTION, c.KV_REUSE_GAP)
 FAMILIES |= {
-    c.REQUESTS.name: ("partial", "aborts need vLLM's front end: absent where its functions are not found"),
     c.INTER_TOKEN_LATENCY.name: ("partial", "one sample an engine output: several tokens with speculative decoding"),
     c.PHASE_SECONDS.name: ("partial", "states only: vLLM does not tell what its steps did"),
     c.KV_LOOKUPS.name: ("partial", "counted when a request ends"),
@@ -54,7 +52,7 @@ FAMILIES |= {
     c.KV_BLOCKS.name: ("partial", "free and evictable together, as allocatable"),
     **dict.fromkeys((f.name for f in EVENTS), ("no", "needs KV events (--kv-events-config)")),
     **dict.fromkeys((f.name for f in SAMPLED), ("no", "needs --kv-cache-metrics")),
-    c.KV_EVICTED_AGES.name: ("no", "needs KV events (--kv-events-config) or --kv-cache-metrics"),
+    c.KV_EVICTED_AGES.name: ("no", "needs KV events (--kv-events-config)"),
     **dict.fromkeys((f.name for f in c.HOST_FAMILIES), ("no", "`kvscope gpu` tells it beside any engine")),
     **dict.fromkeys((f.name for f in c.FAMILIES if "tenant" in f.labels), ("no", "vLLM does not know tenants")),
     c.KV_ALLOCATED_BLOCKS.name: ("no", "vLLM does not count allocations"),
@@ -81,4 +79,5 @@ def families(*, prefix_cache: bool, frontend: bool, events: bool = False, sample
         told |= dict.fromkeys((f.name for f in (*EVENTS, c.KV_EVICTED_AGES)), _YES)
     if not frontend:
         told[c.REQUESTS_RECEIVED.name] = ("no", "vLLM's front end was not found")
+        told[c.REQUESTS.name] = ("partial", "no aborts: vLLM's front end was not found")
     return told
