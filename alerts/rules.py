@@ -47,6 +47,7 @@ _AREAS: dict[str, tuple[str, ...]] = {
     "latency": (f":{c.PHASE_SECONDS.name}:", *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES)),
     "tenants": (":kvscope_tenant_",),
     "residency": ("kv_block_", "kv_live_block_", "kv_idle_before_", "kv_reuse_gap_", "kv_regret"),
+    "gpu": (":kvscope_gpu_", ":kvscope_hardware_", ":kvscope_kv_copy_"),
     "kv": (":kvscope_kv_", ":kvscope_request_quantization_"),
 }
 

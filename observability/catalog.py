@@ -499,7 +499,7 @@ SESSION_TOKENS = _counter(
 _G = ("gpu", "uuid", "mig")
 GPU = Family(
     "kvscope_gpu", "info", "", (*_G, "name", "driver", "bus", "source"),
-    "A GPU, or an instance of one in MIG mode (mig=GPU instance/compute instance). source: nvml, or dcgm.",
+    "A GPU (mig=none), or an instance of one in MIG mode (mig=GPU instance/compute instance). source: nvml, or dcgm.",
 )  # fmt: skip
 GPU_LAST_READ = _gauge(
     "kvscope_gpu_last_read_timestamp_seconds", "seconds", _G, "Unix time of the newest reading of a GPU. Its values are as old."
@@ -574,7 +574,7 @@ GPU_PENALTY = _gauge(
 HARDWARE_TARGET = _gauge("kvscope_hardware_target_ratio", "ratio", ("target",), "What a hardware figure should exceed.")
 HARDWARE_STATUS = Family(
     "kvscope_hardware_target", "info", "", ("target", "status", "reason"),
-    "Whether the figure of a target is measured here, or unavailable and why.",
+    "Whether the figure of a target is measured here (reason=none), or unavailable and why.",
 )  # fmt: skip
 KV_COPY_SECONDS = _counter(
     "kvscope_kv_copy_seconds", "seconds", ("model", "overlap"),

@@ -250,6 +250,7 @@ class Signal:
         "1/s",
         "dB",
         "nats",
+        "hosts",
     ]
     expr: Node
     by: tuple[str, ...]
@@ -273,6 +274,7 @@ def _quantile(family: Family, q: float, *by: str) -> Quantile:
 
 
 M = ("model",)
+G = ("gpu", "uuid", "mig")
 ML = ("model", "length_bucket")
 MR = ("model", "region")
 MP = ("model", "component")
@@ -382,6 +384,29 @@ _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS), "model")
 
+
+def _gpu_signals() -> list[Signal]:
+    """Of GPUs, which two exporters of one host show alike, and the hardware targets with their status."""
+
+    def newest(family: Family, *by: str, **where: str) -> Aggregate:
+        return Aggregate("max", Gauge(family, where), (*G, *by))
+
+    overlap = Ratio(_rate(c.KV_COPY_SECONDS, "model", overlap="hidden"), _rate(c.KV_COPY_SECONDS, "model"), M)
+    throttled = Aggregate("max", Rate(c.GPU_THROTTLED), (*G, "reason"))
+    status = _sum(Gauge(c.HARDWARE_STATUS), "target", "status", "reason")
+    return [
+        Signal("gpu_uuid_mig:kvscope_gpu_health:min", "Health of a GPU", "ratio", Aggregate("min", Gauge(c.GPU_HEALTH), G), G, UNIT),
+        Signal("gpu_uuid_mig_reason:kvscope_gpu_health_penalty:max", "What takes off the health of a GPU", "ratio", newest(c.GPU_PENALTY, "reason"), (*G, "reason"), UNIT),
+        Signal("gpu_uuid_mig_unit:kvscope_gpu_utilization:max", "GPU utilization", "ratio", newest(c.GPU_UTILIZATION, "unit"), (*G, "unit"), UNIT),
+        Signal("gpu_uuid_mig_kind:kvscope_gpu_memory_bytes:max", "GPU memory", "bytes", newest(c.GPU_MEMORY, "kind"), (*G, "kind")),
+        Signal("gpu_uuid_mig_reason:kvscope_gpu_throttle:rate5m", "Share of time that clocks are held down", "ratio", throttled, (*G, "reason")),
+        Signal("gpu_uuid_mig:kvscope_gpu_dram_active:max", "DRAM active", "ratio", newest(c.GPU_PROFILED_RATIO, unit="dram"), G, UNIT),
+        Signal("gpu_uuid_mig:kvscope_gpu_l2_hit:max", "L2 hit rate", "ratio", newest(c.GPU_PROFILED_RATIO, unit="l2_hit"), G, UNIT),
+        Signal("model:kvscope_kv_copy_overlap:ratio_rate5m", "Share of copy time hidden beside steps", "ratio", overlap, M, UNIT),
+        Signal("target_status_reason:kvscope_hardware_target:sum", "Hosts by status of a hardware target", "hosts", status, ("target", "status", "reason")),
+    ]  # fmt: skip
+
+
 SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_requests_received:rate5m", "Requests per second", "requests/s", _rate(c.REQUESTS_RECEIVED, "model"), M),
     Signal("model_outcome:kvscope_requests:rate5m", "Ended requests by outcome", "requests/s", _rate(c.REQUESTS, "model", "outcome"), ("model", "outcome")),
@@ -429,6 +454,7 @@ SIGNALS: tuple[Signal, ...] = (
     *_quantization_signals(),
     Signal("model_component:kvscope_step_seconds:rate5m", "Share of time by step component", "ratio", _rate(c.STEP_SECONDS, *MP), MP, UNIT),
     Signal("model_phase:kvscope_step_tokens:rate5m", "Tokens run through the model per second", "tokens/s", _rate(c.STEP_TOKENS, "model", "phase"), ("model", "phase")),
+    *_gpu_signals(),
     Signal("model:kvscope_telemetry_anomalies:rate5m", "Refused or corrected measurements per second", "1/s", _rate(c.ANOMALIES_TOTAL, "model"), M),
     Signal("model:kvscope_last_update_age:seconds", "Age of the newest values", "seconds", Age(Aggregate("max", Gauge(c.LAST_UPDATE), M)), M),
 )  # fmt: skip

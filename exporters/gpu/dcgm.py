@@ -14,7 +14,7 @@ from collections.abc import Callable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from exporters.gpu.reading import GpuReading, Reading, SourceUnavailable
+from exporters.gpu.reading import WHOLE, GpuReading, Reading, SourceUnavailable
 from observability import catalog as c
 
 _MIB = 2.0**20
@@ -104,7 +104,7 @@ class DcgmSource:
         if not reading.gpus:
             raise SourceUnavailable("no_gpu", f"{self._url} has no DCGM metric of a GPU.")
         for gpu in reading.gpus:
-            if gpu.recent_xids is None and "last_xid" in gpu.values and gpu.mig == "":
+            if gpu.recent_xids is None and "last_xid" in gpu.values and gpu.mig == WHOLE:
                 gpu.recent_xids = self._changes(gpu.uuid, f"{gpu.values['last_xid']:.0f}")
         return reading
 
@@ -131,7 +131,10 @@ def parse(text: str) -> Reading:
                 continue
             for sample in family.samples:
                 labels = sample.labels
-                at = labels.get("UUID", ""), labels.get("GPU_I_ID", "") if family.name.startswith(_OF_INSTANCES) else ""
+                at = (
+                    labels.get("UUID", ""),
+                    labels.get("GPU_I_ID") or WHOLE if family.name.startswith(_OF_INSTANCES) else WHOLE,
+                )
                 if not labels.get("gpu", "").isdigit() or not 0 <= sample.value < _BLANK:
                     failures["not_supported"] += 1  # blank, or about no GPU
                     continue
@@ -156,7 +159,7 @@ def parse(text: str) -> Reading:
         parts = [gpu.values.get(f"memory/{kind}") for kind in ("used", "free", "reserved")]
         if "memory/total" not in gpu.values and None not in parts:
             gpu.put("memory/total", sum(part for part in parts if part is not None))
-    return Reading(sorted(gpus.values(), key=lambda gpu: (int(gpu.index), gpu.mig)), failures)
+    return Reading(sorted(gpus.values(), key=lambda gpu: (int(gpu.index), gpu.mig != WHOLE, gpu.mig)), failures)
 
 
 def _take(gpu: GpuReading, name: str, value: float, help: str) -> None:

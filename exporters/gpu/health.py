@@ -175,5 +175,5 @@ def health(found: Mapping[str, float]) -> float | None:
 def table() -> str:
     """The findings as a Markdown table, highest penalty first as they stand."""
     lines = ["| Reason | Takes off | When | What to do |", "|---|---|---|---|"]
-    lines += [f"| `{f.reason}` | {f.penalty:g} | {f.condition} | {f.do} |" for f in FINDINGS]
+    lines += [f"| `{f.reason}` | {f.penalty:g} | {f.condition} | " + f.do.replace("|", "\\|") + " |" for f in FINDINGS]
     return "\n".join(lines) + "\n"

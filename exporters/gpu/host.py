@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from exporters.gpu.health import FINDINGS, look_at
-from exporters.gpu.reading import GpuReading, GpuSource, SourceUnavailable
+from exporters.gpu.reading import WHOLE, GpuReading, GpuSource, SourceUnavailable
 
 #: ok; unknown: could not be told; warning: costs speed or will; broken: needs somebody now.
 Status = Literal["ok", "unknown", "warning", "broken"]
@@ -37,7 +37,7 @@ def check_host(source: GpuSource, *, pid: int | None = None, root: Path = Path("
     cards = _cards(root)
     checks: list[Check] = []
     try:
-        gpus = [gpu for gpu in source.read().gpus if gpu.mig == ""]
+        gpus = [gpu for gpu in source.read().gpus if gpu.mig == WHOLE]
     except SourceUnavailable as error:
         return [*_without_gpus(cards, error), *_placement([], pid, root)]
     checks.append(Check("card", "", "ok", f"{len(gpus)} GPU(s): " + ", ".join(sorted({gpu.name for gpu in gpus}))))

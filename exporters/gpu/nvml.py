@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from exporters.gpu.reading import GpuReading, Reading, SourceUnavailable
+from exporters.gpu.reading import WHOLE, GpuReading, Reading, SourceUnavailable
 from observability import catalog as c
 
 _RECENT_XID_SECONDS = 600.0
@@ -106,7 +106,7 @@ class NvmlSource:
             gpus.extend(self._instances(nvml, handle, gpu))
         self._take_events(nvml)
         for gpu in gpus:
-            if gpu.mig == "" and gpu.bus in self._watched:
+            if gpu.mig == WHOLE and gpu.bus in self._watched:
                 gpu.xids = dict(self._xids.get(gpu.uuid, {}))
                 gpu.recent_xids = self._recent_codes(gpu.uuid)
                 gpu.put("last_xid", float(self._last_code(gpu.uuid)))

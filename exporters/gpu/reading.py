@@ -50,6 +50,10 @@ VALUES: dict[str, Value] = {
 }
 
 
+#: In place of an instance, for a whole GPU. Not "": Prometheus takes an empty label for an absent one.
+WHOLE = "none"
+
+
 @dataclass(slots=True)
 class GpuReading:
     """One GPU, or MIG instance, at one time. A key of VALUES that is missing in `values` could not be read.
@@ -60,7 +64,7 @@ class GpuReading:
 
     index: str
     uuid: str
-    mig: str = ""
+    mig: str = WHOLE
     name: str = ""
     driver: str = ""
     bus: str = ""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from exporters.gpu.health import WINDOW_SECONDS, Look, health, penalties
-from exporters.gpu.reading import VALUES, GpuReading, GpuSource, Reading, SourceUnavailable
+from exporters.gpu.reading import VALUES, WHOLE, GpuReading, GpuSource, Reading, SourceUnavailable
 from observability import catalog as c
 from observability.catalog import Family
 from observability.telemetry.snapshot import FamilySamples, Row
@@ -138,7 +138,7 @@ class GpuSampler:
         for gpu in reading.gpus[:_MAX_GPUS]:
             gpu.values = {key: value for key, value in gpu.values.items() if math.isfinite(value)}
             grown = self._growth.setdefault(gpu.labels, Growth()).add(now, gpu.values)
-            gpus.append((gpu, penalties(Look(gpu.values, grown, gpu.recent_xids)) if gpu.mig == "" else {}))
+            gpus.append((gpu, penalties(Look(gpu.values, grown, gpu.recent_xids)) if gpu.mig == WHOLE else {}))
         self._growth = {gpu.labels: self._growth[gpu.labels] for gpu, _ in gpus}
         failures = failures + reading.failures + Counter({"error": max(len(reading.gpus) - _MAX_GPUS, 0)})
         return _State(self._clock(), now, tuple(gpus), None, failures)
@@ -196,7 +196,7 @@ def _add_gpu(add: Callable[[Family, tuple[str, ...], float], None], gpu: GpuRead
 def _status(state: _State, key: str, fresh: bool) -> tuple[str, str]:
     """(status, reason) of a target whose measure is `key`."""
     if fresh and any(key in gpu.values for gpu, _ in state.gpus):
-        return "measured", ""
+        return "measured", "none"
     if state.unavailable is not None:
         return "unavailable", state.unavailable[0]
     return "unavailable", "no_profiler" if fresh else "stale"

@@ -175,14 +175,15 @@ class Mechanisms:
         overlaps = tuple(("_total", (self._model, overlap)) for overlap in c.COPY_OVERLAPS)
         yield Block(c.KV_COPY_SECONDS, overlaps, lambda _: self._if_expected("copies", self._copy_seconds))
         never = "virtual_time" if virtual else "" if device.startswith("cuda") else "no_gpu"
-        reasons = (never,) if never else ("", "no_host_tier", "no_copies")
+        reasons = (never,) if never else ("none", "no_host_tier", "no_copies")
         rows = tuple(
-            ("_info", ("copy_compute_overlap", "unavailable" if reason else "measured", reason)) for reason in reasons
+            ("_info", ("copy_compute_overlap", "measured" if reason == "none" else "unavailable", reason))
+            for reason in reasons
         )
 
         def read(_: object) -> list[float]:
             now = never or (
-                "no_host_tier" if "copies" not in self._expected else "" if any(self._copy_seconds) else "no_copies"
+                "no_host_tier" if "copies" not in self._expected else "none" if any(self._copy_seconds) else "no_copies"
             )
             return [1.0 if reason == now else nan for reason in reasons]
 

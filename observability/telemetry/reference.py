@@ -41,7 +41,7 @@ _LABELS: tuple[tuple[str, str], ...] = (
     ("kind (steps)", ", ".join(c.STEP_KINDS)),
     ("reason (preemptions)", ", ".join(c.PREEMPTION_REASONS)),
     ("reason (anomalies)", ", ".join(c.ANOMALIES)),
-    ("gpu, uuid, mig", "index and UUID of a GPU; its instance in MIG mode, else empty"),
+    ("gpu, uuid, mig", "index and UUID of a GPU; its instance in MIG mode, else none"),
     ("kind (NVLink errors)", ", ".join(c.GPU_NVLINK_ERRORS)),
     ("kind (memory repairs)", ", ".join(c.GPU_REPAIRS)),
     ("name, driver, bus", "of a GPU, as its driver tells them"),

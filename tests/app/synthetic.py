@@ -90,7 +90,7 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
         return np.round(np.maximum(x - 0.6, 0) * 60)
     if "anomalies" in name:
         return 0 * x
-    return scale[signal.unit] * x
+    return scale.get(signal.unit, 1.0) * x
 
 
 QUANTIZATION = {"sqnr": 44.0, "maximum": 0.06, "divergence": 0.0004, "agreed": 0.9, "over_budget": 0.002}
@@ -106,7 +106,7 @@ LABELS = {
 def series(signal: Signal, times: np.ndarray) -> pd.DataFrame:
     """All rows of `signal`: time (UTC), its labels, value."""
     choices = [
-        catalog.BLOCK_STATES if label == "state" and "kv_blocks" in signal.name else LABELS[label]
+        catalog.BLOCK_STATES if label == "state" and "kv_blocks" in signal.name else LABELS.get(label, ("a",))
         for label in signal.by
     ]
     stamps = pd.to_datetime(times, unit="s", utc=True)

@@ -76,7 +76,7 @@ def test_the_make_up_sums_to_the_mean_latency_of_the_slowest(
     assert makeup.seconds == pytest.approx(sum(float(r["value"]) for r in newest))  # type: ignore[arg-type]
     queued = sum(float(r["value"]) for r in newest if r["state"] == "queued")  # type: ignore[arg-type]
     assert makeup.matrix.loc["queued"].sum() == pytest.approx(queued)
-    assert makeup.matrix.shape == (len(catalog.STATES), len(catalog.COMPONENTS))
+    assert makeup.matrix.shape == (len(catalog.SHOWN_STATES), len(catalog.SHOWN_COMPONENTS))
 
 
 def test_make_up_over_time_by_state_and_by_component_have_the_same_total(source: SeriesSource, view: View) -> None:

@@ -70,7 +70,7 @@ def test_names_and_units_of_dcgm_become_ours() -> None:
     assert "throttled/reliability" not in gpu.values, "its unit is not told"
     assert "ecc/corrected" not in gpu.values, "DCGM's mark for blank is no count"
     assert (gpu.labels, gpu.name, gpu.driver, gpu.bus, gpu.source) == (
-        ("0", "GPU-1f02", ""), "NVIDIA H100 80GB HBM3", "580.95.05", "0000:3b:00.0", "dcgm",
+        ("0", "GPU-1f02", "none"), "NVIDIA H100 80GB HBM3", "580.95.05", "0000:3b:00.0", "dcgm",
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_every_field_leads_to_a_value_that_there_is() -> None:
 def test_of_a_mig_instance_only_memory_and_profile_are_its_own() -> None:  # QR3
     instance = LABELS + ',GPU_I_PROFILE="3g.40gb",GPU_I_ID="1"'
     card, mig = parse(exposition(labels=instance)).gpus
-    assert card.mig == ""
+    assert card.mig == "none"
     assert mig.mig == "1"
     assert {key.partition("/")[0] for key in mig.values} == {"memory", "profiled", "pcie_rate"}
     assert card.values["temperature/gpu"] == 61
@@ -156,9 +156,9 @@ def test_health_and_targets_come_from_dcgm_too(dcgm: Exporter) -> None:
     sampler = GpuSampler(DcgmSource(dcgm.url))
     sampler.read_once()
     families = sampler.snapshot()
-    assert rows_of(families, "kvscope_gpu_health_ratio") == {("", ("0", "GPU-1f02", "")): pytest.approx(0.7)}
+    assert rows_of(families, "kvscope_gpu_health_ratio") == {("", ("0", "GPU-1f02", "none")): pytest.approx(0.7)}
     assert {labels for _, labels in rows_of(families, "kvscope_hardware_target")} == {
-        ("dram_active", "measured", ""), ("l2_hit", "unavailable", "no_profiler"),
+        ("dram_active", "measured", "none"), ("l2_hit", "unavailable", "no_profiler"),
     }  # fmt: skip
 
 

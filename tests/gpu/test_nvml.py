@@ -49,7 +49,7 @@ def test_every_value_is_in_the_base_unit_of_its_family(source: NvmlSource) -> No
     assert gpu.values == pytest.approx(EXPECTED)
     assert EXPECTED.keys() == VALUES.keys() - OF_OLDER_CARDS - {"pcie_rate/tx", "pcie_rate/rx"}
     assert (gpu.labels, gpu.name, gpu.driver, gpu.bus) == (
-        ("0", "GPU-aaaa", ""), "NVIDIA H100 80GB HBM3", "580.95.05", "0000:3b:00.0",
+        ("0", "GPU-aaaa", "none"), "NVIDIA H100 80GB HBM3", "580.95.05", "0000:3b:00.0",
     )  # fmt: skip
 
 

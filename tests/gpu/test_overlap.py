@@ -99,6 +99,6 @@ def test_on_a_gpu_with_a_host_tier_overlap_is_measured_from_the_first_copy_on() 
     telemetry.mechanisms.copied(0.3, 0.1)
     telemetry.mechanisms.copied(0.1, 0.0)
     [(_, labels)] = rows_of(telemetry.snapshot(), "kvscope_hardware_target")
-    assert labels == ("copy_compute_overlap", "measured", "")
+    assert labels == ("copy_compute_overlap", "measured", "none")
     copies = rows_of(telemetry.snapshot(), "kvscope_kv_copy_seconds")
     assert copies == {("_total", ("m", "hidden")): pytest.approx(0.4), ("_total", ("m", "exposed")): pytest.approx(0.1)}

@@ -21,7 +21,7 @@ from tests.conftest import wait_for
 from tests.gpu.test_nvml import EXPECTED, OF_OLDER_CARDS
 from tests.telemetry.bench import Bench, rows_of
 
-LABELS = ("0", "GPU-aaaa", "")
+LABELS = ("0", "GPU-aaaa", "none")
 
 
 @pytest.fixture
@@ -71,10 +71,10 @@ def test_targets_say_what_is_measured_and_why_the_rest_is_not(script, sampler: G
     def status() -> set[tuple[str, ...]]:
         return {labels for _, labels in rows_of(sampler.snapshot(), "kvscope_hardware_target")}
 
-    assert status() == {("dram_active", "measured", ""), ("l2_hit", "measured", "")}
+    assert status() == {("dram_active", "measured", "none"), ("l2_hit", "measured", "none")}
     script({"0.gpm164": "E3"})
     sampler.read_once()
-    assert status() == {("dram_active", "measured", ""), ("l2_hit", "unavailable", "no_profiler")}
+    assert status() == {("dram_active", "measured", "none"), ("l2_hit", "unavailable", "no_profiler")}
     script({"init": "E9", "count": "E9"})
     sampler.read_once()
     sampler._state = sampler._state.__class__(unavailable=sampler._state.unavailable)
@@ -115,7 +115,7 @@ def test_an_engine_and_its_gpus_share_one_exposition(sampler: GpuSampler) -> Non
     names = [family.name for family, _ in together]
     assert names == [f.name for f in c.FAMILIES if f.name in set(names)], "each family once, in catalogue order"
     assert {labels for _, labels in rows_of(together, "kvscope_hardware_target")} == {
-        ("copy_compute_overlap", "unavailable", "no_gpu"), ("dram_active", "measured", ""), ("l2_hit", "measured", ""),
+        ("copy_compute_overlap", "unavailable", "no_gpu"), ("dram_active", "measured", "none"), ("l2_hit", "measured", "none"),
     }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_the_command_serves_gpus_on_the_loopback_with_a_token(spawn, nvml_folder
     headers = {"Authorization": "Bearer secret"}
     wait_for(
         lambda: (
-            'kvscope_gpu_power_watts{gpu="0",uuid="GPU-aaaa",mig="",kind="draw"} 512.345'
+            'kvscope_gpu_power_watts{gpu="0",uuid="GPU-aaaa",mig="none",kind="draw"} 512.345'
             in httpx.get(url, headers=headers).text
         ),
         10,

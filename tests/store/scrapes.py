@@ -104,6 +104,11 @@ class FakeEngine:
         for reason in c.ANOMALIES:
             self.add(c.ANOMALIES_TOTAL, rng.random() < 0.05, reason)
 
+        # without a model: the GPU of the host
+        hidden = rng.random()
+        self.add(c.KV_COPY_SECONDS, hidden, "hidden")
+        self.add(c.KV_COPY_SECONDS, 1 - hidden, "exposed")
+
     def lives(self) -> None:
         """Some blocks move through the life table. Of the large engine hardly any are evicted, so its median lifetime is unknown; nothing of
         the small one's host tier reaches a minute."""
@@ -171,6 +176,7 @@ class FakeTarget:
         self.random = random.Random(seed)
         self.engines = [FakeEngine("small", seed + 1), FakeEngine("large", seed + 2)]
         self.scrapes = 0
+        self.throttled = {"0": 0.0, "1": 0.0}
 
     def scrape(self, now: float) -> dict[Key, float]:
         self.scrapes += 1
@@ -183,8 +189,29 @@ class FakeTarget:
                 engine.restart()
             engine.step(requests, quantized=self.scrapes > 15)
             engine.gauges(now)
-        values = {k: v for engine in self.engines for k, v in engine.values.items()}
+        values = {k: v for engine in self.engines for k, v in engine.values.items()} | self.gpus()
         return {k: v for k, v in values.items() if not (("model", "large") in k[1] and k[1][-1] in MISSING_BUCKETS)}
+
+    def gpus(self) -> dict[Key, float]:
+        """Two GPUs of the host; the second has no profiler and its throttling starts anew now and then."""
+        rng = self.random
+        values = {key(c.HARDWARE_STATUS, "dram_active", "measured", "none"): 1.0}
+        if self.scrapes > 30:
+            values[key(c.HARDWARE_STATUS, "l2_hit", "unavailable", "no_profiler")] = 1.0
+        for index in ("0", "1"):
+            gpu = (index, f"GPU-{index}", "none")
+            values[key(c.GPU_HEALTH, *gpu)] = rng.random()
+            values[key(c.GPU_PENALTY, *gpu, "hot")] = rng.choice((0.0, 0.1))
+            for unit in ("sm", "memory"):
+                values[key(c.GPU_UTILIZATION, *gpu, unit)] = rng.random()
+            values[key(c.GPU_MEMORY, *gpu, "used")] = rng.randrange(1 << 36)
+            throttled = key(c.GPU_THROTTLED, *gpu, "power")
+            self.throttled[index] = 0.0 if rng.random() < 0.03 else self.throttled[index] + rng.random()
+            values[throttled] = self.throttled[index]
+            if index == "0":
+                for unit in ("dram", "l2_hit"):
+                    values[key(c.GPU_PROFILED_RATIO, *gpu, unit)] = rng.random()
+        return values
 
 
 def sample_line(name: Key) -> str:
