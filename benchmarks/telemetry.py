@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from exporters.prometheus import render
+from exporters.text import render
 from observability import catalog as c
 from observability.telemetry.recorder import KVState, RequestTrace, Telemetry
 

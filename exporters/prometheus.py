@@ -1,7 +1,6 @@
 """The Prometheus endpoint: classic text and OpenMetrics 1.0 over what telemetry keeps, rendered off the engine's thread.
 
-`render` is a pure function of a snapshot. `MetricsApp` serves it (mounted by the server, or alone by `start_exporter`);
-`TelemetryCollector` puts the same families into a prometheus_client registry that somebody else exposes.
+`MetricsApp` serves what text.py makes (mounted by the server, or alone by `start_exporter`); `TelemetryCollector` puts the same families into a prometheus_client registry that somebody else exposes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from functools import lru_cache
 from typing import Any
 
 import uvicorn
@@ -27,69 +25,17 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from exporters.text import Exposition
 from exporters.together import Source
 from observability import catalog as c
 from observability.errors import ServiceError
-from observability.telemetry.snapshot import Exemplar, FamilySamples, Row
+from observability.telemetry.snapshot import FamilySamples, Row
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-
-# -- text -----------------------------------------------------------------------------------------------------------
-
-
-def render(families: Iterable[FamilySamples], *, openmetrics: bool) -> bytes:
-    """The exposition of `families`: OpenMetrics 1.0 with exemplars, or classic text 0.0.4 without."""
-    out: list[str] = []
-    for family, rows in families:
-        out.append(_header(family.name, family.kind, family.unit, family.help, openmetrics))
-        for suffix, labels, value, exemplar in rows:
-            sample = _series_text(family.name, family.labels, suffix, labels) + _number(value)
-            out.append(sample + _exemplar_text(exemplar) if exemplar is not None and openmetrics else sample)
-    out.append("# EOF\n" if openmetrics else "")
-    return "\n".join(out).encode("utf-8", "replace")  # an id that is no text must not cost the whole exposition
-
-
-@lru_cache(maxsize=1024)
-def _header(name: str, kind: str, unit: str, help: str, openmetrics: bool) -> str:
-    if not openmetrics:  # classic text names a counter with its suffix and does not know info
-        name += {"counter": "_total", "info": "_info"}.get(kind, "")
-        kind = "gauge" if kind == "info" else kind
-    help = help.replace("\\", r"\\").replace("\n", r"\n")
-    lines = [
-        f"# HELP {name} {help.replace(chr(34), chr(92) + chr(34)) if openmetrics else help}",
-        f"# TYPE {name} {kind}",
-    ]
-    if openmetrics and unit and name.endswith("_" + unit):  # OpenMetrics wants a unit to be the end of the name
-        lines.append(f"# UNIT {name} {unit}")
-    return "\n".join(lines)
-
-
-@lru_cache(maxsize=1 << 16)  # series are bounded: label values come from the catalogue and a capped set
-def _series_text(name: str, label_names: tuple[str, ...], suffix: str, values: tuple[str, ...]) -> str:
-    names = (*label_names, "le") if suffix == "_bucket" else label_names
-    pairs = ",".join(f'{label}="{_escape(value)}"' for label, value in zip(names, values, strict=True))
-    return f"{name}{suffix}{{{pairs}}} " if pairs else f"{name}{suffix} "
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _number(value: float) -> str:
-    """Shortest text that reads back as the same float64."""
-    if value == 0:  # most series of an exposition
-        return "0"
-    if abs(value) < 1e15 and value == int(value):
-        return str(int(value))
-    return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text := repr(float(value)), text)
-
-
-def _exemplar_text(exemplar: Exemplar) -> str:
-    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in exemplar.labels)
-    return f" # {{{pairs}}} {_number(exemplar.value)} {exemplar.timestamp:.3f}"
+_PAUSE_SECONDS = 0.0005
 
 
 class TelemetryCollector(Collector):
@@ -146,12 +92,15 @@ class MetricsApp:
 
     Scrapes that come while one of the same form is being rendered share its result, so that no number of scrapers can
     queue work. With `token`, requests need `Authorization: Bearer <token>`.
+
+    A rendering holds the interpreter for a fraction of a millisecond at a time and sleeps in between, so that it does not stand in the
+    way of an engine's thread in the same process.
     """
 
     def __init__(self, telemetry: Source, token: str | None = None) -> None:
-        self._telemetry = telemetry
         self._authorization = f"Bearer {token}".encode() if token else None
         self._rendering: dict[bool, asyncio.Task[bytes]] = {}
+        self._expositions = {form: Exposition(telemetry, openmetrics=form) for form in (False, True)}
         self._render_seconds = 0.0
         self._series = 0
 
@@ -184,12 +133,11 @@ class MetricsApp:
 
     def _render(self, openmetrics: bool) -> bytes:
         start = time.perf_counter()
-        families = self._telemetry.snapshot()
+        about: list[FamilySamples] = []
         if self._series:  # what the previous exposition took; before the first there is nothing to tell
-            families.append(FamilySamples(c.SCRAPE_SECONDS, [Row("", (), self._render_seconds)]))
-            families.append(FamilySamples(c.SCRAPE_SERIES, [Row("", (), self._series)]))
-        body = render(families, openmetrics=openmetrics)
-        self._series = sum(len(family.rows) for family in families)
+            about.append(FamilySamples(c.SCRAPE_SECONDS, [Row("", (), self._render_seconds)]))
+            about.append(FamilySamples(c.SCRAPE_SERIES, [Row("", (), self._series)]))
+        body, self._series = self._expositions[openmetrics].render(about, pause_seconds=_PAUSE_SECONDS)
         self._render_seconds = time.perf_counter() - start
         return body
 

@@ -18,11 +18,11 @@ class Together:
     """Families of all `sources` in catalogue order; rows of a family that several have stand together."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
 
     def snapshot(self) -> list[FamilySamples]:
         found: dict[str, FamilySamples] = {}
-        for source in self._sources:
+        for source in self.sources:
             for family, rows in source.snapshot():
                 known = found.get(family.name)
                 found[family.name] = FamilySamples(family, [*known.rows, *rows] if known else rows)

@@ -150,6 +150,11 @@ class Cells(StepClock):
         """
         return self._layout.values(self._published)
 
+    def columns(self) -> tuple[Layout, np.ndarray]:
+        """`values`, and the layout that has exactly these columns."""
+        layout = self._layout
+        return layout, layout.values(self._published)
+
     def snapshot(self) -> list[FamilySamples]:
         """The same reading as rows by family, with exemplars, in catalogue order."""
         return self._layout.samples(self._published)

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from exporters.gpu.nvml import NvmlSource
 from exporters.gpu.reading import VALUES
 from exporters.gpu.sampler import TARGETS, GpuSampler
-from exporters.prometheus import render, start_exporter
+from exporters.prometheus import start_exporter
+from exporters.text import render
 from exporters.together import Together
 from observability import catalog as c
 from tests.conftest import wait_for

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from exporters.prometheus import render
+from exporters.text import render
 from observability import catalog as c
 from observability.engine.clock import VirtualClock
 from observability.engine.engine import Engine

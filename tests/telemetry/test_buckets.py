@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from exporters.prometheus import render
+from exporters.text import render
 from observability import catalog as c
 from observability.buckets import MOST, NEEDED, BucketPlan, bucket_plan
 from observability.errors import ConfigError

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from exporters.prometheus import render
+from exporters.text import render
 from observability import catalog as c
 from observability.engine.engine import Engine
 from observability.telemetry.recorder import RequestRecord, Telemetry

@@ -20,7 +20,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from exporters.prometheus import Exporter, MetricsApp, TelemetryCollector, prefers_openmetrics, render, start_exporter
+from exporters.prometheus import Exporter, MetricsApp, TelemetryCollector, prefers_openmetrics, start_exporter
+from exporters.text import render
 from observability import catalog as c
 from observability.catalog import Family
 from observability.engine.kv.residency import Ledger
