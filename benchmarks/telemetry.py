@@ -1,8 +1,12 @@
-"""What telemetry costs: recording one decode step, one request's life, one reading, one scrape.
+"""What telemetry costs: a step's records, the engine with and without them, a scrape, and a step during a scrape.
 
-    python benchmarks/telemetry.py [--json]
+    python benchmarks/telemetry.py
+    python benchmarks/telemetry.py --json telemetry.json
+    python benchmarks/telemetry.py --rounds 40 --seconds 60        steadier ratios, on a quiet machine
 
-Medians over many repetitions on one thread. The recorder has served 1,000 requests; those that decode are of two classes.
+Costs are CPU time of the thread that pays, so that other work on the machine hardly shows; medians over many repetitions. What telemetry
+takes from the engine is a ratio of steps, from two equal engines that take turns. What a scrape takes from a step is told by the steps during
+scrapes of their own process against those during equal scrapes of another one; a quiet machine is needed: the load is printed, too.
 """
 
 from __future__ import annotations
@@ -10,35 +14,49 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from exporters.text import render
+from exporters.prometheus import start_exporter
+from exporters.text import Exposition, render
 from observability import catalog as c
+from observability.engine.clock import MonotonicClock
+from observability.engine.engine import Engine
+from observability.engine.executor.torch_executor import TorchExecutor
+from observability.engine.kv.residency import EvictionMemory, Ledger
+from observability.engine.model.loading import load_model
+from observability.engine.types import EngineConfig, Request, SamplingParams
 from observability.telemetry.recorder import KVState, RequestTrace, Telemetry
 
 PREFILL, DECODE = c.STATES.index("prefill"), c.STATES.index("decode")
 FORWARD = c.COMPONENTS.index("forward_decode")
+SERIES = 3000  # of the scrape
 STEP_COMPONENTS = tuple(
     c.COMPONENTS.index(name) for name in ("schedule", "kv_alloc", "forward_decode", "sample", "emit")
 )
 
 
 def median_us(call: Callable[[], object], repeat: int) -> float:
-    """Median time of one call in microseconds, after a short warm-up."""
+    """Median CPU time of one call in microseconds, after a short warm-up."""
     for _ in range(max(3, repeat // 20)):
         call()
     times = []
     for _ in range(repeat):
-        start = time.perf_counter_ns()
+        start = time.thread_time_ns()
         call()
-        times.append(time.perf_counter_ns() - start)
+        times.append(time.thread_time_ns() - start)
     return statistics.median(times) / 1e3
 
 
@@ -107,7 +125,19 @@ class Subject:
         return call
 
 
-def measure() -> dict[str, float]:
+def grow(t: Telemetry, series: int) -> int:
+    """Lets series of quantization and pools appear until `t` has at least `series`; how many it has."""
+    ledger = Ledger(1024, time.perf_counter)
+    ledger.begin(np.arange(256))
+    t.publish(replace(pool(), residency=[ledger.residency()] * len(c.POOLS)), [0, 8, 0], [1, 2, 0])
+    made = 0
+    while (count := sum(len(rows) for _, rows in t.snapshot())) < series:
+        t.quant_error(made % 2, f"{made}", "int4", 0.01, 100.0, 0.05, 64)
+        made += 1
+    return count
+
+
+def record_costs() -> dict[str, float]:
     """Figures by name; the unit is the end of the name."""
     subject = Subject()
     t = subject.t
@@ -121,29 +151,271 @@ def measure() -> dict[str, float]:
     out["record_1000_step_run_32_running_us"] = median_us(lambda: t.tokens_run(traces, ends), 300)
     out["record_one_request_us"] = median_us(subject.life, 2000)
     out["publish_us"] = median_us(lambda: t.publish(pool(), [0, 8, 0], [1, 2, 0]), 500)
-    out["values_us"] = median_us(t.values, 300)
-    out["series"] = sum(len(rows) for _, rows in t.snapshot())
+    return out
+
+
+def residency_costs() -> dict[str, float]:
+    """Of the books of cached content: each event of 32 blocks, and a copy of them for a scrape."""
+    out: dict[str, float] = {}
+    rng = np.random.default_rng(1)
+    some = rng.permutation(4096)[:32]
+    ledger, memory = Ledger(4096, time.perf_counter), EvictionMemory(16_384)
+    keys = rng.integers(1, 1 << 63, 1 << 16).astype(np.uint64)
+    for name in ("begin", "idle", "reuse", "end"):
+        event = getattr(ledger, name)
+        out[f"residency_{name}_32_blocks_us"] = median_us(lambda event=event: event(some), 2000)  # type: ignore[misc]
+        ledger.begin(some)
+    turn = iter(range(0, 1 << 40, 32))
+    out["residency_remember_32_evictions_us"] = median_us(
+        lambda: memory.add(keys[(at := next(turn) % len(keys)) : at + 32], 0.0), 2000
+    )
+    for blocks in (4096, 65_536):
+        books = Ledger(blocks, time.perf_counter)
+        books.begin(np.arange(blocks))
+        out[f"residency_copy_{blocks}_blocks_us"] = median_us(books.residency, 200)
+        out[f"residency_life_table_{blocks}_blocks_us"] = median_us(lambda books=books: books.residency().series, 100)  # type: ignore[misc]
+    return out
+
+
+def scrape_costs() -> dict[str, float]:
+    """Of one scrape of a busy engine: the work in all, and the longest that it holds the interpreter at a time."""
+    subject = Subject()
+    t = subject.t
+    out: dict[str, float] = {"scrape_series": grow(t, SERIES)}
+    traces = subject.decoding(32)
+    step = subject.step(traces)
+    out["scrape_values_us"] = median_us(t.values, 300)
     for name, openmetrics in (("text", False), ("openmetrics", True)):
+        exposition = Exposition(t, openmetrics=openmetrics)
+        exposition.render()
+        works, longest, walls = [], [], []
+        for _ in range(60):
+            for _ in range(5):
+                subject.life()
+            step()
+            marks = [time.thread_time_ns()]
+            began = time.perf_counter_ns()
+            sleep, time.sleep = time.sleep, lambda seconds, marks=marks: marks.append(time.thread_time_ns())  # type: ignore[assignment, misc]
+            try:
+                exposition.render()
+            finally:
+                time.sleep = sleep
+            marks.append(time.thread_time_ns())
+            works.append(marks[-1] - marks[0])
+            longest.append(max(np.diff(marks)))
+            walls.append(time.perf_counter_ns() - began)
         body = render(t.snapshot(), openmetrics=openmetrics)
-        out[f"scrape_{name}_us"] = median_us(lambda om=openmetrics: render(t.snapshot(), openmetrics=om), 100)  # type: ignore[misc]
+        out[f"scrape_{name}_us"] = statistics.median(works) / 1e3
+        out[f"scrape_{name}_longest_hold_us"] = float(statistics.median(longest)) / 1e3
+        out[f"scrape_{name}_from_nothing_us"] = median_us(
+            lambda om=openmetrics: render(t.snapshot(), openmetrics=om), 30
+        )  # type: ignore[misc]
         out[f"scrape_{name}_bytes"] = len(body)
         out[f"scrape_{name}_gzip_bytes"] = len(gzip.compress(body, 1))
-        out[f"gzip_{name}_us"] = median_us(lambda body=body: gzip.compress(body, 1), 50)  # type: ignore[misc]
+        out[f"gzip_{name}_us"] = median_us(lambda body=body: gzip.compress(body, 1), 30)  # type: ignore[misc]
     return out
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------------------
+
+
+def silence(engine: Engine) -> None:
+    """The engine goes on without telemetry: nothing is recorded, measured or published; it still reads the clock once a lap."""
+    t: Any = engine.telemetry
+
+    def nothing(*_: object, **__: object) -> None: ...
+
+    def lap(_: int) -> float:
+        t.last = now = t._clock()
+        return now
+
+    for name in dir(Telemetry):
+        if hasattr(getattr(Telemetry, name), "__wrapped__"):
+            setattr(t, name, nothing)
+    t.lap, t.lap_to, t.begin_step = lap, nothing, nothing
+    t.due = lambda: False
+    for name in dir(t.mechanisms):
+        if not name.startswith("_") and callable(getattr(t.mechanisms, name)):
+            setattr(t.mechanisms, name, nothing)
+    engine.kv.evictions = None
+    for held in engine.kv.pools:
+        if held is not None:
+            held.ledger = None
+
+
+def engine_of(model: str, requests: int, tokens: int) -> Engine:
+    """An engine with `requests` requests that all decode for `tokens` tokens more."""
+    clock = MonotonicClock()
+    t = Telemetry(model, executor="torch", virtual=False, device="cpu", kv_dtype="auto", clock=clock.now)
+    length = tokens + 64
+    config = EngineConfig(
+        max_num_seqs=requests, num_blocks=requests * (length // 16 + 2), max_model_len=length, max_queued=requests
+    )
+    engine = Engine(config, TorchExecutor(load_model(model), config, t, clock=clock), t)
+    refill(engine, requests, tokens)
+    return engine
+
+
+def refill(engine: Engine, requests: int, tokens: int) -> None:
+    """New requests, up to where all of them decode."""
+    rng = np.random.default_rng(2)
+    new = [
+        Request(f"r{i}", rng.integers(3, 250, 32).tolist(), SamplingParams(max_tokens=tokens, ignore_eos=True))
+        for i in range(requests)
+    ]
+    for request in new:
+        request.arrival = engine.executor.clock.now()
+        engine.add(request)
+    while any(request.num_generated < 2 for request in new):
+        engine.step()
+
+
+def engine_ratio(model: str, rounds: int, steps: int) -> dict[str, float]:
+    """Decode steps of 32 requests with telemetry over those without, in turns of `steps`: median of the pairs' ratios."""
+    on, off = (engine_of(model, 32, 2 * (rounds + 2) * steps) for _ in range(2))
+    silence(off)
+
+    def turn(engine: Engine) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(steps):
+            engine.step()
+        return time.perf_counter() - wall, time.thread_time() - cpu
+
+    for engine in (on, off):
+        turn(engine)
+    pairs = []
+    for i in range(rounds):
+        if i % 2:
+            second = turn(off)
+            pairs.append((turn(on), second))
+        else:
+            first = turn(on)
+            pairs.append((first, turn(off)))
+    wall = [a[0] / b[0] for a, b in pairs]
+    cpu = [a[1] / b[1] for a, b in pairs]
+    return {
+        "engine_step_ms": statistics.median(a[0] for a, _ in pairs) / steps * 1e3,
+        "engine_on_off_cpu_ratio": statistics.median(cpu),
+        "engine_on_off_cpu_spread_ratio": float(np.subtract(*np.quantile(cpu, (0.75, 0.25)))),
+        "engine_on_off_wall_ratio": statistics.median(wall),
+        "engine_on_off_cpu_us_per_step": statistics.median(a[1] - b[1] for a, b in pairs) / steps * 1e6,
+    }
+
+
+SCRAPER = """
+import json, sys, time, urllib.request
+seconds, rate, urls = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+requests = [urllib.request.Request(url, headers={"Accept-Encoding": "gzip"}) for url in urls]
+spans = [[] for _ in urls]
+end, turn = time.perf_counter() + seconds, 0
+while time.perf_counter() < end:
+    began = time.perf_counter()
+    with urllib.request.urlopen(requests[turn], timeout=10) as answer:
+        answer.read()
+    spans[turn].append((began, time.perf_counter()))
+    turn = (turn + 1) % len(urls)
+    time.sleep(max(0.0, 1.0 / rate / len(urls) - (time.perf_counter() - began)))
+print(json.dumps(spans))
+"""
+
+
+def serve_elsewhere(connection: Any) -> None:
+    """An exporter of as many series in a process of its own, until the connection ends."""
+    subject = Subject()
+    grow(subject.t, SERIES)
+    with start_exporter(subject.t) as exporter:
+        connection.send(exporter.url)
+        while not connection.poll(0.1):
+            subject.life()
+
+
+def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
+    """Steps of 32 decoding requests during scrapes of their process, against steps during equal scrapes of another process.
+
+    Both cost the machine the same, so the difference is what a scrape costs the engine's thread.
+    """
+    engine = engine_of(model, 32, 400)
+    series = grow(engine.telemetry, SERIES)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=serve_elsewhere, args=(theirs,), daemon=True)
+    other.start()
+    marks: list[tuple[float, float]] = []
+    try:
+        with start_exporter(engine.telemetry) as exporter:
+            urls = [exporter.url, ours.recv()]
+            command = [sys.executable, "-c", SCRAPER, str(seconds), str(rate), *urls]
+            client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            while client.poll() is None:
+                if engine.scheduler.num_running < 32:
+                    engine.run_until_idle()
+                    refill(engine, 32, 400)
+                began = time.perf_counter()
+                engine.step()
+                marks.append((began, time.perf_counter()))
+            assert client.stdout is not None
+            here, elsewhere = json.loads(client.stdout.read())
+    finally:
+        ours.send("end")
+        other.join(10)
+    starts, ends = np.array(marks).T
+    steps = (ends - starts) * 1e3
+
+    def overlapped(spans: list[tuple[float, float]]) -> np.ndarray:
+        found = np.zeros(len(steps), dtype=bool)
+        for began, ended in spans:
+            found |= (starts < ended) & (ends > began)
+        return found
+
+    during, beside = overlapped(here), overlapped(elsewhere)
+    scraped, control = steps[during & ~beside], steps[beside & ~during]
+    rng = np.random.default_rng(0)
+    # The longest of as many steps: of more it would be longer by chance alone.
+    count = min(len(scraped), len(control))
+    longest = [float(np.median([rng.choice(x, count).max() for _ in range(300)])) for x in (scraped, control)]
+    out = {
+        "delay_series": series,
+        "delay_scrapes": len(here),
+        "delay_scrape_ms": statistics.median(b - a for a, b in here) * 1e3,
+        "delay_steps_during_scrapes": len(scraped),
+        "delay_steps_of_control": len(control),
+        "delay_step_without_scrape_ms": float(np.median(steps[~during & ~beside])),
+    }
+    for q in (0.5, 0.9, 0.99):
+        out[f"delay_p{q * 100:g}_ms"] = float(np.quantile(scraped, q) - np.quantile(control, q))
+    return out | {
+        "delay_longest_ms": longest[0] - longest[1],
+        "delay_longest_step_ms": longest[0],
+        "delay_longest_step_of_control_ms": longest[1],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, too")
+    parser.add_argument(
+        "--model", default="tiny", help="model of the engine (default: tiny, whose steps are the shortest)"
+    )
+    parser.add_argument("--rounds", type=int, default=16, help="turns of each engine (default: 16)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a turn (default: 40)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of scrapes at 5 Hz (default: 20)")
     options = parser.parse_args()
-    figures = measure()
-    if options.json:
+    torch.set_num_threads(1)
+    load = [os.getloadavg()[0]]
+    figures = record_costs() | residency_costs() | scrape_costs()
+    figures |= engine_ratio(options.model, options.rounds, options.steps)
+    figures |= scrape_delay(options.model, options.seconds, 5.0)
+    load.append(os.getloadavg()[0])
+    figures |= {"load_before": load[0], "load_after": load[1]}
+    for name, figure in figures.items():
+        print(f"{name:42} {figure:14,.3f}")
+    if max(load) > 1.0:
+        print(
+            "\nOther work was running: the figures that begin with engine_ or delay_ are to be taken again on a quiet machine."
+        )
+    if options.json is not None:
         machine = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
-        json.dump({"figures": figures, **machine}, sys.stdout, indent=2)
-        print()
-    else:
-        for name, figure in figures.items():
-            print(f"{name:40} {figure:12,.1f}")
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        options.json.write_text(json.dumps({"figures": figures, **machine, "settings": settings}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_PAUSE_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.002  # after each tenth of a millisecond of rendering: a step of the engine meets few of them
 
 
 class TelemetryCollector(Collector):

@@ -407,23 +407,29 @@ class Telemetry(Cells):
 
         Token counts are for one step: a run of n equal steps passes n durations and the tokens of one of them.
         """
-        steps = np.atleast_1d(np.asarray(durations, dtype=np.float64))
+        if isinstance(durations, float | int):
+            few = [durations]
+            count = 1
+        else:
+            steps = np.asarray(durations, dtype=np.float64)
+            count = len(steps)
+            few = steps.tolist() if count < 16 else []
         if prefill_tokens < 0 or decode_tokens < 0:
             self._anomalies[p.NEGATIVE_INCREMENT] += 1
         else:
-            self._step_tokens[0] += prefill_tokens * len(steps)
-            self._step_tokens[1] += decode_tokens * len(steps)
-        self._steps[kind] += len(steps)
+            self._step_tokens[0] += prefill_tokens * count
+            self._step_tokens[1] += decode_tokens * count
+        self._steps[kind] += count
         cells, stride = self._step_duration.cells, self._step_duration.stride
-        for seconds in steps.tolist() if len(steps) < 16 else ():
+        for seconds in few:
             if 0.0 <= seconds < inf:
                 cells[kind * stride + bisect_left(c.STEP_BOUNDS, seconds)] += 1
                 cells[(kind + 1) * stride - 1] += seconds
             else:
                 self._anomalies[p.NEGATIVE_INTERVAL if isfinite(seconds) else p.NON_FINITE] += 1
-        if len(steps) >= 16:
+        if count >= 16:
             good = steps[(steps >= 0.0) & (steps < inf)]
-            self._anomalies[p.NEGATIVE_INTERVAL] += len(steps) - len(good)
+            self._anomalies[p.NEGATIVE_INTERVAL] += count - len(good)
             counts = np.bincount(np.searchsorted(c.STEP_BOUNDS, good))
             for i in np.flatnonzero(counts):
                 cells[kind * stride + int(i)] += int(counts[i])

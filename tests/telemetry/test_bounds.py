@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from exporters.prometheus import render
+from exporters.text import render
 from observability import catalog as c
 from observability.buckets import MOST, BucketPlan
 from observability.telemetry.recorder import Telemetry
