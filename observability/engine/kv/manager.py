@@ -134,31 +134,35 @@ class KVManager:
         """How many more leading blocks of `keys` than the `found` ones would have been found had nothing been evicted within each of
         REGRET_WINDOWS: those evicted since, and those that still lie behind them. `old` as in _match. int64 [windows]"""
         regret = np.zeros(len(_REGRET_SECONDS), dtype=np.int64)
-        if self.evictions is None or not len(self.evictions):
+        if self.evictions is None:
             return regret
         now, going = self.executor.clock.now(), np.ones(len(_REGRET_SECONDS), dtype=bool)
         evicted_within = ~going
-        start, window = found, 16
+        start, window = found, 1  # what is missing was never here, as a rule
         while start < len(keys) and going.any():
             some = keys[start : start + window]
             times = self.evictions.times(some)
-            here = self.pool.index.get(some) >= 0
             if old:
-                assert self.compressed is not None
                 times = np.maximum(times, self.evictions.times(host_keys(some, True)))
-                here |= self.compressed.index.get(some) >= 0
-            if self.host is not None:
-                kinds = np.arange(start, start + len(some)) < old
-                here |= self.host.pool.index.get(host_keys(some, kinds)) >= 0
             recent = now - times <= _REGRET_SECONDS[:, None]  # [windows, keys]
-            usable = recent | here
+            usable = recent if recent.all() else recent | self._is_here(some, start, old)
             lengths = np.where(usable.all(axis=1), len(some), usable.argmin(axis=1))
             within = np.arange(len(some)) < lengths[:, None]
             evicted_within |= going & (recent & within).any(axis=1)
             regret[going] += lengths[going]
             going &= lengths == len(some)
-            start, window = start + window, window * 4
+            start, window = start + window, max(64, window * 4)
         return np.where(evicted_within, regret, 0)
+
+    def _is_here(self, keys: Keys, first: int, old: int) -> np.ndarray:
+        """Which of the blocks from `first` on a request could use if those before them were there. bool [keys]"""
+        here = self.pool.index.get(keys) >= 0
+        if old:
+            assert self.compressed is not None
+            here |= self.compressed.index.get(keys) >= 0
+        if self.host is not None:
+            here |= self.host.pool.index.get(host_keys(keys, np.arange(first, first + len(keys)) < old)) >= 0
+        return here
 
     def _keep(self, blocks: Blocks, keys: Keys) -> None:
         if self.host is None:

@@ -6,15 +6,19 @@ While nobody holds the block it is idle; an idle spell ends by reuse or by evict
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from math import inf
 
 import numpy as np
 
 from observability.catalog import AGE_BOUNDS
-from observability.engine.kv.prefix import Blocks, Keys, PrefixIndex
+from observability.engine.kv.prefix import Blocks, Keys
 from observability.telemetry.residency import AGE_BOUNDS_US, PoolResidency, Spells
 
 _NOT_CACHED = -1
+_AT_ONCE = 4096  # events that are kept as they came, and then counted in one go
 
 
 class Ledger:
@@ -27,6 +31,10 @@ class Ledger:
         self._evicted = np.zeros(len(AGE_BOUNDS) + 1, dtype=np.int64)
         self._idle = Spells.none()
         self._gaps = Spells.none()
+        self._ended: list[
+            tuple[np.ndarray, np.ndarray]
+        ] = []  # ages and idle times of blocks evicted since these were counted
+        self._num_ended = 0
 
     def _now(self) -> int:
         return int(self._clock() * 1e6)
@@ -51,54 +59,64 @@ class Ledger:
     def end(self, blocks: Blocks) -> None:
         """Idle blocks are evicted."""
         now = self._now()
-        ages = np.searchsorted(AGE_BOUNDS_US, now - self.born[blocks])
-        self._evicted += np.bincount(ages, minlength=len(self._evicted))
-        self._idle.add(now - self._idle_since[blocks])
+        self._ended.append((now - self.born[blocks], now - self._idle_since[blocks]))
+        self._num_ended += len(blocks)
         self.born[blocks] = _NOT_CACHED
+        if self._num_ended > _AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        if self._ended:
+            ages, idle = (np.concatenate(column) for column in zip(*self._ended, strict=True))
+            self._ended.clear()
+            self._num_ended = 0
+            self._evicted += np.bincount(np.searchsorted(AGE_BOUNDS_US, ages), minlength=len(self._evicted))
+            self._idle.add(idle)
 
     def residency(self) -> PoolResidency:
         """The books at this instant, as a copy: 8 bytes a block."""
+        self._count()
         births = self.born[self.born != _NOT_CACHED]
         return PoolResidency(self._now(), births, self._evicted.copy(), self._idle.copy(), self._gaps.copy())
 
 
 class EvictionMemory:
     """When content was evicted, by key: the newest `capacity` evictions (in the spirit of the ghost lists of ARC, Megiddo and Modha,
-    FAST 2003). What was evicted again counts with its last eviction. About 50 bytes a key; each key costs the same whatever is known."""
+    FAST 2003). What was evicted again counts with its last eviction. About 150 bytes each, and the same time whatever is known."""
 
     def __init__(self, capacity: int) -> None:
-        self._index = PrefixIndex(min(capacity, 1024))  # grows with what is known; its blocks are places in the ring
-        self._times = np.zeros(capacity)
-        self._used = np.zeros(capacity, dtype=bool)
-        self._next = 0
-        self._forgotten = -np.inf  # newest eviction that had to make room while nothing newer of its key was known
+        self._capacity = capacity
+        self._time_of: dict[int, float] = {}
+        self._batches: deque[tuple[float, list[int]]] = deque()  # as they were evicted together, oldest first
+        self._evictions = 0  # in the batches
+        self._forgotten = -inf  # newest eviction that had to make room while nothing newer of its key was known
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._time_of)
 
     def add(self, keys: Keys, now: float) -> None:
-        """`keys`, which are distinct, are evicted at `now`, which never decreases."""
-        keys = keys[-len(self._times) :]
-        known = self._index.get(keys)
-        known = known[known >= 0]
-        if known.size:
-            self._index.remove(known)
-            self._used[known] = False
-        places = (self._next + np.arange(len(keys))) % len(self._times)
-        self._next = (self._next + len(keys)) % len(self._times)
-        old = places[self._used[places]]
-        if old.size:
-            self._forgotten = max(self._forgotten, float(self._times[old].max()))
-            self._index.remove(old)
-        self._index.insert(keys, places)
-        self._times[places] = now
-        self._used[places] = True
+        """`keys` are evicted at `now`, which never decreases."""
+        batch = keys.tolist()
+        self._time_of.update(zip(batch, repeat(now)))
+        self._batches.append((now, batch))
+        self._evictions += len(batch)
+        while self._evictions > self._capacity:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        time_of = self._time_of
+        then, batch = self._batches.popleft()
+        self._evictions -= len(batch)
+        for key in batch:
+            if time_of.get(key) == then:
+                del time_of[key]
+                self._forgotten = then
 
     def times(self, keys: Keys) -> np.ndarray:
         """When each key was evicted last, float64 [keys]; -inf where that is not known."""
-        places = self._index.get(keys)
-        return np.where(places >= 0, self._times[places], -np.inf)
+        time_of = self._time_of
+        return np.array([time_of.get(key, -inf) for key in keys.tolist()], dtype=np.float64)
 
     def reach(self, now: float) -> float | None:
         """Seconds within which every eviction is known; None: none was ever forgotten."""
-        return None if self._forgotten == -np.inf else now - self._forgotten
+        return None if self._forgotten == -inf else now - self._forgotten
