@@ -270,7 +270,8 @@ KV_CAPACITY_BLOCKS = _gauge("kvscope_kv_capacity_blocks", "blocks", _M, "KV bloc
 KV_BLOCK_SIZE = _gauge("kvscope_kv_block_size_tokens", "tokens", _M, "Tokens a KV block holds.")
 KV_BYTES = _gauge(
     "kvscope_kv_bytes", "bytes", ("model", "kind"),
-    "KV memory: reserved (the pool), resident (blocks with content), active (blocks held by requests).",
+    "KV memory of the device: reserved (all blocks, exact and quantized), resident (blocks with content), active (blocks held by requests); "
+    "each with the fixed part of sequences, reserved for as many as can run. Not the host tier.",
 )  # fmt: skip
 KV_STORED_TOKENS = _gauge(
     "kvscope_kv_stored_tokens", "tokens", _M, "Tokens stored in active blocks; a shared block counts once."

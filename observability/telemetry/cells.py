@@ -52,6 +52,7 @@ class KVState:
     bytes_per_compressed_block: int = 0
     host: Sequence[int] | None = None  # blocks by HOST_STATES; None: no host tier
     fixed_bytes: int | None = None  # of running requests beside blocks; None: the model has no such part
+    fixed_reserved_bytes: int = 0  # of as many requests as can run
     residency: Sequence[PoolResidency | None] = (None,) * len(c.POOLS)  # by POOLS; None: no such pool, or unbounded
     eviction_memory_seconds: float | None = None  # None: no eviction was forgotten
 
@@ -72,7 +73,12 @@ class KVState:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Of the whole pool; None when it is unbounded."""
+        """Of the pools and of the fixed parts of as many requests as can run; None when the pool is unbounded."""
+        return None if self.pool_bytes is None else self.pool_bytes + self.fixed_reserved_bytes
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Of all blocks; None when the pool is unbounded."""
         if self.capacity_blocks is None:
             return None
         return (

@@ -468,7 +468,7 @@ def _memory_use(
     """(stored, held, cached, useful) as Figures has them; between two states they change evenly."""
     last_arrival = max((r.arrival for r in records), default=0.0)
     inside = [(when, state) for when, state in states if when <= last_arrival]
-    if len(inside) < 2 or inside[0][1].reserved_bytes is None:
+    if len(inside) < 2 or inside[0][1].pool_bytes is None:
         return None, None, None, None
     times = np.array([when for when, _ in inside])
     if times[-1] <= times[0]:
@@ -477,7 +477,7 @@ def _memory_use(
     def mean(values: list[int]) -> float:
         return float(np.trapezoid(values, times) / (times[-1] - times[0]))
 
-    capacity = inside[0][1].reserved_bytes
+    capacity = inside[0][1].pool_bytes
     stored = mean([_stored_bytes(state) for _, state in inside])
     held = mean([state.active_bytes - (state.fixed_bytes or 0) for _, state in inside])
     cached = mean([state.resident_bytes - state.active_bytes for _, state in inside])

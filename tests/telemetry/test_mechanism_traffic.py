@@ -102,6 +102,7 @@ def test_the_fixed_part_of_running_sequences_is_shown() -> None:
     blocks = value(engine, "kvscope_kv_blocks", state="active")
     assert value(engine, "kvscope_kv_fixed_bytes") == 300
     assert value(engine, "kvscope_kv_bytes", kind="active") == blocks * 64 + 300
+    assert value(engine, "kvscope_kv_bytes", kind="reserved") == 64 * 64 + 8 * 100  # a part for each of max_num_seqs
     engine.run_until_idle()
     assert engine.kv_state().fixed_bytes == 0 or engine.kv_state().fixed_bytes is None
 
