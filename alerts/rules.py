@@ -17,14 +17,18 @@ from alerts.links import GRAFANA_URL, board_url, runbook_url
 from alerts.types import Alert, Recording
 from observability import catalog as c
 from observability import objectives as o
-from observability.signals import SIGNALS, LifetimeQuantile
+from observability.signals import SIGNALS, LifetimeQuantile, Survival
 
 INTERVAL = "15s"
 #: For what changes over weeks, and reads as long a window.
 SLOW_INTERVAL = "5m"
 MAX_RULES_PER_GROUP = 20
 
-EXTRA_RECORDINGS: tuple[Recording, ...] = (*symptoms.RECORDINGS, *burn.recordings(), *burn.slow_recordings())
+SURVIVAL = "model_pool_le:kvscope_kv_block_survival:ratio_rate5m"
+#: What survival is made of: read from all engines once, not for each age.
+HAZARD = Recording("model_pool_age:kvscope_kv_block_hazard:ratio_rate5m", Survival.hazard())
+
+EXTRA_RECORDINGS: tuple[Recording, ...] = (HAZARD, *symptoms.RECORDINGS, *burn.recordings(), *burn.slow_recordings())
 ALERTS: tuple[Alert, ...] = (*burn.alerts(), *symptoms.ALERTS)
 #: One runbook for each.
 ALERT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(alert.name for alert in ALERTS))
@@ -41,7 +45,6 @@ def named(name: str) -> Alert:
 # -- rule files -----------------------------------------------------------------------------------------------------
 
 
-SURVIVAL = "model_pool_le:kvscope_kv_block_survival:ratio_rate5m"
 #: Where a signal is recorded: the first area that has a part of its name; those of no area are load.
 _AREAS: dict[str, tuple[str, ...]] = {
     "latency": (f":{c.PHASE_SECONDS.name}:", *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES)),
@@ -58,7 +61,10 @@ def recordings() -> dict[str, list[Recording]]:
     for signal in SIGNALS:
         area = next((area for area, parts in _AREAS.items() if any(part in signal.name for part in parts)), "load")
         expr = signal.promql
-        if isinstance(signal.expr, LifetimeQuantile):  # made of a series that its group has recorded just before
+        if isinstance(signal.expr, Survival):
+            groups[area].append(HAZARD)
+            expr = signal.expr.promql(HAZARD.name)
+        elif isinstance(signal.expr, LifetimeQuantile):  # made of a series that its group has recorded just before
             expr = expr.replace(signal.expr.survival.promql(), SURVIVAL)
         groups[area].append(Recording(signal.name, expr))
     return groups | {

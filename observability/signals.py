@@ -163,14 +163,23 @@ class Survival:
     block was exposed within WINDOW.
     """
 
-    def promql(self) -> str:
+    @staticmethod
+    def hazard(ages: tuple[str, ...] = ()) -> str:
+        """PromQL of the share of the blocks exposed in each of `ages` (all) that was evicted there, by model, pool and age."""
+        match = f'{{age=~"{"|".join(ages)}"}}' if ages else ""
+        evicted, exposed = (
+            f"sum by (model, pool, age) (rate({family.series}{match}[{WINDOW}]))"
+            for family in (c.KV_EVICTED_AGES, c.KV_EXPOSED)
+        )
+        return f"{evicted} / {exposed}"
+
+    def promql(self, recorded_hazard: str = "") -> str:
+        """From `recorded_hazard`, a series recorded from `hazard`, it costs a fleet no more than one engine."""
+
         def upto(count: int) -> str:
-            ages = "|".join(c.AGE_LABELS[:count])
-            evicted, exposed = (
-                f'sum by (model, pool, age) (rate({family.series}{{age=~"{ages}"}}[{WINDOW}]))'
-                for family in (c.KV_EVICTED_AGES, c.KV_EXPOSED)
-            )
-            product = f"exp(sum by (model, pool) (ln(1 - clamp_max({evicted} / {exposed}, 1))))"
+            ages = c.AGE_LABELS[:count]
+            hazard = f'{recorded_hazard}{{age=~"{"|".join(ages)}"}}' if recorded_hazard else self.hazard(ages)
+            product = f"exp(sum by (model, pool) (ln(1 - clamp_max({hazard}, 1))))"
             return f'label_replace({product} >= 0, "le", "{float(c.AGE_BOUNDS[count - 1])}", "", "")'  # >= 0 drops NaN
 
         return " or ".join(upto(i + 1) for i in range(len(c.AGE_BOUNDS)))

@@ -368,6 +368,7 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
     }
     elsewhere |= {
         symptoms.COMPUTED: "the board shows it by phase",
+        rules.HAZARD.name: "what survival is made of",
         symptoms.COMPACTED: "whether compaction runs, for two alerts",
         symptoms.FALLBACK_RATE: "the floor of two alerts",
         symptoms.PREEMPTIONS: "the floor of an alert",

@@ -18,7 +18,7 @@ from alerts.types import Alert
 from dashboards import runbooks
 from dashboards.boards import BOARDS
 from dashboards.panels import Panel
-from observability import objectives
+from observability import catalog, objectives, signals
 from observability.signals import SIGNALS
 from tests.boards.promql import TARGET_LABELS, known_series, nodes, selectors
 
@@ -55,6 +55,37 @@ def test_every_recorded_series_has_a_value_worked_out_by_hand() -> None:
     cases = [case for test in tests for case in test["promql_expr_test"]]
     assert {s.name for case in cases for s, _ in selectors(case["expr"])} == rules.recorded_names()
     assert all(case["exp_samples"] for case in cases)
+
+
+def test_life_tables_of_a_fleet_are_read_once_for_all_ages_and_give_the_same_survival(
+    program: Callable[[str], str], tmp_path: Path
+) -> None:
+    read = [s.name for rule in RULES for s, _ in selectors(rule["expr"])]
+    assert read.count(catalog.KV_EVICTED_AGES.series) == read.count(catalog.KV_EXPOSED.series) == 1
+    # Three engines, of which one restarts; blocks of up to 100 s, the oldest but one all evicted.
+    series = []
+    known = catalog.AGE_LABELS[: catalog.AGE_LABELS.index("100") + 1]
+    for i in range(3):
+        for n, age in enumerate(catalog.AGE_LABELS[:-1]):
+            labels = f'{{model="m",instance="{i}",pool="exact",age="{age}"}}'
+            exposed, evicted = (300 - 7 * n - i, (n * 5 + i) % 17 + 1) if age in known else (0, 0)
+            evicted = exposed if age == known[-2] else evicted
+            for family, step in ((catalog.KV_EXPOSED, exposed), (catalog.KV_EVICTED_AGES, evicted)):
+                values = f"0+{step}x20 0+{step}x20" if i == 1 else f"0+{step}x41"
+                series.append({"series": family.series + labels, "values": values})
+    direct = signals.Survival().promql()
+    case = [
+        {"expr": f"count({rules.SURVIVAL})", "count": len(known)},
+        {"expr": f"count({direct})", "count": len(known)},
+        {"expr": f"count(abs({rules.SURVIVAL} - ({direct})) < 1e-12)", "count": len(known)},
+    ]
+    expected = [{"expr": x["expr"], "eval_time": "10m", "exp_samples": [{"value": x["count"]}]} for x in case]
+    path = tmp_path / "survival.yml"
+    files = {"rule_files": [str(GENERATED / "kvscope-recording.yml")], "evaluation_interval": "15s"}
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": expected}
+    path.write_text(yaml.safe_dump({**files, "tests": [test]}))
+    done = _promtool(program, "test", "rules", path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_recorded_names_are_the_signals_and_a_few_more() -> None:
