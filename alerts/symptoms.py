@@ -98,7 +98,8 @@ ALERTS: tuple[Alert, ...] = (
             f"{AGE} > {o.STALE_AFTER_SECONDS:g}\n"
             f'or up{{job=~"{JOB}|{JOB}-.+"}} == 0\n'
             # engines read through adapters have no time of the last update, but they have running requests, be it 0
-            f"or absent({c.LAST_UPDATE.name}) unless on () model:kvscope_requests_running:sum"
+            f"or absent({c.LAST_UPDATE.name}) unless on () model:kvscope_requests_running:sum "
+            f'unless on () (up{{job=~"{JOB}|{JOB}-.+"}} == 0)'  # which says so by itself, and of which one
         ),
         hold="2m",
         keep_firing="1m",

@@ -122,7 +122,7 @@ CASES: tuple[AlertCase, ...] = (
             Course(f'kvscope_last_update_timestamp_seconds{{{MI},source="engine"}}', "clock", 1, 0),
         ),
         labels={"severity": "critical", **_REPLICA},
-        description="The telemetry of m on a:1 last wrote 9m 45s ago; values older than 60 s say nothing about now, and the other alerts are blind.",
+        description="The telemetry of m on a:1 last wrote 10m 0s ago; values older than 60 s say nothing about now, and the other alerts are blind.",
         settle=10, pending=2, fires=4, steady=10, recovers=3, few=False, fires_without_series=True,
     ),
     AlertCase(
