@@ -15,6 +15,7 @@ from observability.signals import WINDOW, Aggregate, Gauge, OneMinus, Rate, Rati
 _M = ("model",)
 _MI = ("model", "instance")
 _ML = ("model", "length_bucket")
+_GPU = ("instance", "gpu")
 
 KV_USAGE = "model_instance:kvscope_kv_usage:ratio"
 WAITING = "model_instance:kvscope_requests_waiting:sum"
@@ -47,6 +48,9 @@ QUEUE_GROWTH = 10
 BUSY = 0.8
 LOW_THROUGHPUT = 0.5
 OVERFLOW = 0.01
+GPU_HEALTH = 0.5
+#: PCIe packets sent again, a second: a few an hour are normal.
+PCIE_REPLAYS = 1.0
 
 _FORWARD = {"component": ("forward_prefill", "forward_decode")}
 _ALLOCATABLE = {"state": ("free", "evictable")}
@@ -113,7 +117,7 @@ ALERTS: tuple[Alert, ...] = (
         ),
         labels_kept=("model", "instance", "job"),
         area="sources",
-        board="exporter",
+        board="engines",
     ),
     Alert(
         name="KvscopeSchedulerStuck",
@@ -261,7 +265,56 @@ ALERTS: tuple[Alert, ...] = (
         ),
         labels_kept=_MI,
         area="scheduling",
-        board="batching",
+        board="hardware",
+    ),
+    # -- is a GPU the reason?
+    Alert(
+        name="KvscopeGPUMemoryErrors",
+        severity="critical",
+        expr=(f'increase({c.GPU_ECC.series}{{kind="uncorrected"}}[15m]) > 0\nor {c.GPU_REPAIR_FLAG.series} > 0'),
+        hold="1m",
+        keep_firing="15m",
+        summary="A GPU has memory errors that are not corrected, or a repair that waits or failed.",
+        description=(
+            "GPU {{ $labels.gpu }} on {{ $labels.instance }}: {{ with $labels.flag }}memory repair {{ . }}{{ else }}"
+            "{{ $value | humanize }} uncorrected memory errors in 15 minutes{{ end }}. Results computed meanwhile may be wrong."
+        ),
+        labels_kept=(*_GPU, "kind", "flag"),
+        area="hardware",
+        board="hardware",
+    ),
+    Alert(
+        name="KvscopeGPULinkErrors",
+        severity="warning",
+        expr=(
+            f"increase({c.GPU_NVLINK_FAULTS.series}[15m]) > 0\n"
+            f"or rate({c.GPU_PCIE_REPLAYS.series}[5m]) > {PCIE_REPLAYS:g}"
+        ),
+        hold="5m",
+        keep_firing="15m",
+        summary="A link of a GPU loses packets.",
+        description=(
+            "GPU {{ $labels.gpu }} on {{ $labels.instance }}: {{ with $labels.kind }}{{ $value | humanize }} NVLink errors ({{ . }}) in 15 "
+            "minutes{{ else }}{{ $value | humanize }} PCIe packets a second are sent again{{ end }}."
+        ),
+        labels_kept=(*_GPU, "kind"),
+        area="hardware",
+        board="hardware",
+    ),
+    Alert(
+        name="KvscopeGPUUnhealthy",
+        severity="warning",
+        expr=f"{c.GPU_HEALTH.series} < {GPU_HEALTH:g}",
+        hold="10m",
+        keep_firing="10m",
+        summary="The health of a GPU is low.",
+        description=(
+            "The health of GPU {{ $labels.gpu }} on {{ $labels.instance }} is {{ $value | humanizePercentage }} for ten minutes; the board "
+            "Hardware lists its findings."
+        ),
+        labels_kept=_GPU,
+        area="hardware",
+        board="hardware",
     ),
     # -- can the numbers be trusted?
     Alert(

@@ -32,7 +32,10 @@ TITLES = {
     "kv-cache": ("KV cache", "batching"),
     "quantization": ("Quantization", "kv-cache"),
     "batching": ("Batching", "p99"),
-    "exporter": ("Exporter", "overview"),
+    "trends": ("Trends", "overview"),
+    "hardware": ("Hardware", "batching"),
+    "engines": ("Engines", "exporter"),
+    "exporter": ("Exporter", "engines"),
 }
 
 GLOSSARY = """\

@@ -239,6 +239,49 @@ class Table(Panel):
 
 
 @element
+class StateTimeline(Panel):
+    """One bar a series over time, coloured by its value."""
+
+    KIND = "state-timeline"
+    OPTIONS: ClassVar[Json] = {
+        "alignValue": "left",
+        "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": False},
+        "mergeValues": True,
+        "rowHeight": 0.9,
+        "showValue": "never",
+        "tooltip": {"mode": "single", "sort": "none", "hideZeros": False},
+    }
+    CUSTOM: ClassVar[Json] = {
+        "axisPlacement": "auto",
+        "fillOpacity": 80,
+        "hideFrom": {"legend": False, "tooltip": False, "viz": False},
+        "lineWidth": 0,
+    }
+
+
+@element
+class XYChart(Panel):
+    """One field against another, a point for each time: the first query is x, the second y (joined by time)."""
+
+    KIND = "xychart"
+    OPTIONS: ClassVar[Json] = {
+        "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": False},
+        "mapping": "auto",
+        "series": [],
+        "tooltip": {"mode": "single", "sort": "none", "hideZeros": False},
+    }
+    CUSTOM: ClassVar[Json] = {
+        "axisPlacement": "auto",
+        "fillOpacity": 40,
+        "hideFrom": {"legend": False, "tooltip": False, "viz": False},
+        "pointSize": {"fixed": 4},
+        "pointStrokeWidth": 0,
+        "scaleDistribution": {"type": "linear"},
+        "show": "points",
+    }
+
+
+@element
 class Text(Panel):
     """Markdown, no data."""
 

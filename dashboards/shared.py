@@ -13,6 +13,7 @@ from observability import objectives as o
 TTFT_BURN = burn.alert_name(o.TTFT.name)
 AVAILABILITY_BURN = burn.alert_name("availability")
 KV_EXHAUSTED, STALE, QUEUE_GROWING = "KvscopeKVCacheExhausted", "KvscopeSourceStale", "KvscopeQueueGrowing"
+UNHEALTHY, LINK_ERRORS, MEMORY_ERRORS = "KvscopeGPUUnhealthy", "KvscopeGPULinkErrors", "KvscopeGPUMemoryErrors"
 RECORDED = rules.recorded_names()
 
 #: One colour for each state and component, on every panel.
@@ -38,7 +39,8 @@ LENGTH_COLORS = dict(
 WITH_EXEMPLARS = (c.TIME_TO_FIRST_TOKEN, c.REQUEST_DURATION)
 #: Selectors of raw families, by what a family's labels allow.
 MODEL = 'model=~"$model"'
-OF_INSTANCE = f'{MODEL},instance=~"$instance"'
+INSTANCE = 'instance=~"$instance"'
+OF_INSTANCE = f"{MODEL},{INSTANCE}"
 OF_CLASS = f'{OF_INSTANCE},class=~"$class"'
 
 STACKED: Json = {"fillOpacity": 45, "lineWidth": 0, "stacking": {"group": "A", "mode": "normal"}}
@@ -46,6 +48,7 @@ LINES: Json = {"fillOpacity": 0}
 NAMED_LEGEND: Json = {"legend": {"calcs": ["lastNotNull"], "displayMode": "table", "placement": "right"}}
 NO_QUANT = "No quantization error: the engine stores KV unquantized (kv_dtype=auto)"
 NO_TENANTS = "No tenants: requests name none"
+NO_GPU = "No GPU on these hosts"
 NO_BOUND = "No bounded KV pool"
 NO_TRAFFIC = "No requests in the last 5 minutes"
 
@@ -60,6 +63,11 @@ def signal(name: str) -> str:
 def rate(family: c.Family, by: str, where: str = OF_INSTANCE) -> str:
     """Summed rate of a counter (or of a histogram's buckets) over $__rate_interval."""
     return f"sum by ({by}) (rate({family.series}{{{where}}}[$__rate_interval]))"
+
+
+def raw_rate(family: c.Family, by: str) -> str:
+    """Summed rate of a counter that has no model, over $__rate_interval."""
+    return rate(family, by, INSTANCE)
 
 
 def quantile(q: float, family: c.Family, by: str = "", where: str = OF_CLASS) -> str:

@@ -49,6 +49,7 @@ class AlertCase:
 
 M, MI = 'model="m"', 'model="m",instance="a:1"'
 MC = 'model="m",class="standard"'
+GPU = 'gpu="0",uuid="GPU-aaaa",mig="",instance="a:1"'
 
 
 _PAIRS = {
@@ -111,6 +112,7 @@ _FRAGMENTED = (
     Course(f"kvscope_kv_layout_fallbacks_total{{{MI}}}", "counter", 0, 5, 0.05),
     Course(f'kvscope_kv_lookups_total{{{MI},length_bucket="0-2K"}}', "counter", 10, 10, 0.1),
 )
+_CARD = {"gpu": "0", "uuid": "GPU-aaaa", "instance": "a:1"}
 _REPLICA = {"model": "m", "instance": "a:1"}
 
 CASES: tuple[AlertCase, ...] = (
@@ -218,6 +220,27 @@ CASES: tuple[AlertCase, ...] = (
             "than 50 % of the rate at the same time yesterday."
         ),
         settle=1460, pending=15, fires=21, steady=23, recovers=16, interval=60,
+    ),
+    AlertCase(
+        alert="KvscopeGPUMemoryErrors",
+        courses=(Course(f'kvscope_gpu_ecc_errors_total{{{GPU},kind="uncorrected"}}', "counter", 0, 1),),
+        labels={"severity": "critical", **_CARD, "kind": "uncorrected"},
+        description="GPU 0 on a:1: 60 uncorrected memory errors in 15 minutes. Results computed meanwhile may be wrong.",
+        settle=20, pending=0.5, fires=2, steady=18, recovers=32, few=False,
+    ),
+    AlertCase(
+        alert="KvscopeGPULinkErrors",
+        courses=(Course(f"kvscope_gpu_pcie_replays_total{{{GPU}}}", "counter", 0, 45, 1),),
+        labels={"severity": "warning", **_CARD},
+        description="GPU 0 on a:1: 3 PCIe packets a second are sent again.",
+        settle=10, pending=4, fires=8, steady=9, recovers=20,
+    ),
+    AlertCase(
+        alert="KvscopeGPUUnhealthy",
+        courses=(Course(f"kvscope_gpu_health_ratio{{{GPU}}}", "gauge", 0.9, 0.25),),
+        labels={"severity": "warning", **_CARD},
+        description="The health of GPU 0 on a:1 is 25% for ten minutes; the board Hardware lists its findings.",
+        settle=10, pending=5, fires=11, steady=12, recovers=12, few=False,
     ),
     AlertCase(
         alert="KvscopeLatencyOverflow",

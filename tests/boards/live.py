@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import httpx
 import numpy as np
 import torch
 
-from alerts import rules
+from alerts import adapters, rules
 from alerts.links import JOB
 from exporters.prometheus import Exporter, start_exporter
 from observability import catalog
@@ -28,6 +30,7 @@ from observability.engine.loop import EngineThread
 from observability.engine.model.loading import load_model
 from observability.engine.types import EngineConfig, Request, SamplingParams
 from observability.telemetry.recorder import Telemetry
+from tests.gpu.conftest import HEALTHY
 
 MODEL = "tiny"
 POOL = 64
@@ -149,25 +152,48 @@ class Prometheus:
         return float(sample["value"][1])
 
 
+def start_gpu_exporter(spawn: Callable[..., Any], folder: Path, library: Path) -> str:
+    """`kvscope gpu` over the scripted driver of tests/gpu: one card in the middle of work, on which a program failed (XID 31)."""
+    script, address = folder / "nvml.txt", free_address()
+    values = {**HEALTHY, "event0.gpu": 0, "event0.xid": 31}
+    script.write_text("".join(f"{key} {value}\n" for key, value in values.items()))
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "NVML_SCRIPT": str(script)}
+    port = address.rpartition(":")[2]
+    argv = [sys.executable, "-m", "observability.cli", "gpu", "--port", port, "--interval", "1s"]
+    with (folder / "gpu.log").open("wb") as log:
+        spawn(*argv, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    return address
+
+
 def start_prometheus(
     spawn: Callable[..., Any],
     program: Callable[[str], str],
     folder: Path,
     targets: list[str],
     *,
+    engines: Mapping[str, str] = {},
     address: str,
     alertmanager: str | None = None,
     cors: bool = False,
 ) -> Prometheus:
-    """Prometheus on `address` with the generated rules: scrapes each second, evaluates each second, holds alerts for two."""
-    for name, text in (("recording.yml", rules.recording_file()), ("alerts.yml", rules.alert_file())):
+    """Prometheus on `address` with the generated rules: scrapes each second, evaluates each second, holds alerts for two.
+
+    `engines` are read through adapters: engine -> target.
+    """
+    files = {"recording.yml": rules.recording_file(), "alerts.yml": rules.alert_file()}
+    files |= {f"{engine}.yml": adapters.rule_file(engine) for engine in engines}
+    for name, text in files.items():
         quick = text.replace(f"interval: {rules.INTERVAL}", "interval: 1s").replace("for: 2m", "for: 2s")
-        quick = quick.replace(f"interval: {rules.SLOW_INTERVAL}", "interval: 1s")
+        for interval in (rules.SLOW_INTERVAL, adapters.CAPABILITY_INTERVAL):
+            quick = quick.replace(f"interval: {interval}", "interval: 1s")
         (folder / name).write_text(quick)
     config: dict[str, Any] = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["recording.yml", "alerts.yml"],
-        "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": targets}]}],
+        "rule_files": list(files),
+        "scrape_configs": [
+            {"job_name": JOB, "static_configs": [{"targets": targets}]},
+            *({"job_name": f"{JOB}-{engine}", "static_configs": [{"targets": [at]}]} for engine, at in engines.items()),
+        ],
     }
     if alertmanager:
         config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
@@ -195,6 +221,13 @@ def start_alertmanager(
             f"--storage.path={folder}/alertmanager", f"--web.listen-address={address}", "--cluster.listen-address=",
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def wait_until_ready(url: str, seconds: float = 20) -> None:

@@ -53,13 +53,14 @@ def function_names(above: tuple[Any, ...]) -> list[str]:
 
 def known_series() -> dict[str, set[str]]:
     """Name -> labels of everything a query may ask for: exported, recorded, made by Prometheus."""
-    from alerts import rules
+    from alerts import adapters, rules
 
     known = {name: set(labels) for name, labels in PROMETHEUS_SERIES.items()}
     for family in catalog.FAMILIES:
         known[family.series] = {*family.labels} | ({"le"} if family.kind == "histogram" else set())
         if family.kind == "histogram":
             known |= {f"{family.name}_{part}": set(family.labels) for part in ("count", "sum")}
+    known[adapters.CAPABILITY] = {"engine", "signal", "status", "reason"}
     known |= {signal.name: set(signal.by) for signal in SIGNALS}
     for extra in rules.EXTRA_RECORDINGS:
         level = extra.name.split(":")[0]

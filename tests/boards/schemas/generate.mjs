@@ -19,7 +19,7 @@ const withoutDescriptions = (node) => {
   );
 };
 
-const kinds = { dashboard: 'Dashboard', row: 'Row', bargauge: 'BarGauge', heatmap: 'Heatmap', stat: 'Stat', table: 'Table', text: 'Text', timeseries: 'TimeSeries' };
+const kinds = { dashboard: 'Dashboard', row: 'Row', bargauge: 'BarGauge', heatmap: 'Heatmap', stat: 'Stat', 'state-timeline': 'StateTimeline', table: 'Table', text: 'Text', timeseries: 'TimeSeries', xychart: 'XYChart' };
 const schemas = {};
 for (const [kind, type] of Object.entries(kinds)) {
   // expose none: else all the kinds' `Options` become one definition, and the schema is wrong

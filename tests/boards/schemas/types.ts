@@ -4,9 +4,11 @@ import type * as Raw from '@grafana/schema/dist/esm/raw/dashboard/x/Dashboard_ty
 import type * as BarGaugeCfg from '@grafana/schema/dist/esm/raw/composable/bargauge/panelcfg/x/BarGaugePanelCfg_types.gen';
 import type * as HeatmapCfg from '@grafana/schema/dist/esm/raw/composable/heatmap/panelcfg/x/HeatmapPanelCfg_types.gen';
 import type * as StatCfg from '@grafana/schema/dist/esm/raw/composable/stat/panelcfg/x/StatPanelCfg_types.gen';
+import type * as StateTimelineCfg from '@grafana/schema/dist/esm/raw/composable/statetimeline/panelcfg/x/StateTimelinePanelCfg_types.gen';
 import type * as TableCfg from '@grafana/schema/dist/esm/raw/composable/table/panelcfg/x/TablePanelCfg_types.gen';
 import type * as TextCfg from '@grafana/schema/dist/esm/raw/composable/text/panelcfg/x/TextPanelCfg_types.gen';
 import type * as TimeSeriesCfg from '@grafana/schema/dist/esm/raw/composable/timeseries/panelcfg/x/TimeSeriesPanelCfg_types.gen';
+import type * as XYChartCfg from '@grafana/schema/dist/esm/raw/composable/xychart/panelcfg/x/XYChartPanelCfg_types.gen';
 
 // Grafana's own type of a Prometheus query is AGPL-3.0-only; these are the fields that it reads, in our words.
 interface Target {
@@ -53,3 +55,5 @@ export type Stat = PanelOf<'stat', StatCfg.Options, Record<string, never>>;
 export type Table = PanelOf<'table', TableCfg.Options, TableCfg.FieldConfig>;
 export type Text = Omit<PanelOf<'text', TextCfg.Options, never>, 'fieldConfig' | 'targets'>;
 export type TimeSeries = PanelOf<'timeseries', TimeSeriesCfg.Options, TimeSeriesCfg.FieldConfig>;
+export type StateTimeline = PanelOf<'state-timeline', StateTimelineCfg.Options, StateTimelineCfg.FieldConfig>;
+export type XYChart = PanelOf<'xychart', XYChartCfg.Options, XYChartCfg.FieldConfig>;
