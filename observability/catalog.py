@@ -77,6 +77,17 @@ GPU_READ_FAILURES = ("not_supported", "no_permission", "gpu_lost", "timeout", "n
 HARDWARE_TARGETS = ("dram_active", "copy_compute_overlap", "l2_hit")
 COPY_OVERLAPS = ("hidden", "exposed")
 
+#: Forecasts (exporters/forecast.py): ends of the steps ahead, quantiles of a forecast and of the time to a limit, central bands.
+FORECAST_HORIZONS = ("10m", "20m", "30m", "40m", "50m", "60m")
+FORECAST_QUANTILES = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
+FORECAST_TIME_QUANTILES = (0.1, 0.5, 0.9)
+FORECAST_BANDS = (50, 80, 95)
+#: own: by the model named. fallback: another one stood in. refused: there is none now.
+FORECAST_STATUSES = ("own", "fallback", "refused")
+#: Why a series was not forecast: nothing new was observed, too little ever was, or the model failed on it.
+FORECAST_FAILED = ("stale", "short_history", "model")
+FORECAST_RUN_OUTCOMES = ("done", "failed")
+
 # -- bucket plans (upper bounds, seconds unless said) ------------------------------------------------------------------
 
 
@@ -582,6 +593,61 @@ KV_COPY_SECONDS = _counter(
     "Time of copies between device and host memory, on the GPU's clock: hidden (a step was running) or exposed.",
 )  # fmt: skip
 
+# Forecasts
+_MS = ("model", "signal")
+FORECAST = Family(
+    "kvscope_forecast", "info", "", (*_MS, "forecaster", "status", "history"),
+    "The forecast in use: whose it is, whether it is the forecaster's own, a fallback or refused, and whether it learned from "
+    "real or (in part) simulated history.",
+)  # fmt: skip
+FORECAST_VALUE = _gauge(
+    "kvscope_forecast_value", "", (*_MS, "horizon", "quantile"),
+    "Quantile of the mean of a signal over the 10 minutes that end `horizon` after kvscope_forecast_origin_timestamp_seconds, in the signal's unit.",
+)  # fmt: skip
+FORECAST_ORIGIN = _gauge(
+    "kvscope_forecast_origin_timestamp_seconds", "seconds", _MS,
+    "Unix time up to which the forecast in use has seen its signal. Absent while it is refused.",
+)  # fmt: skip
+FORECAST_BREACH = _gauge(
+    "kvscope_forecast_breach_probability_ratio", "ratio", (*_MS, "limit", "horizon"),
+    "Chance that the signal passes the limit by `horizon`, calibrated on what came of earlier ones. 1 - that of 60m is the chance that it takes longer.",
+)  # fmt: skip
+FORECAST_BREACH_TIME = _gauge(
+    "kvscope_forecast_time_to_breach_seconds", "seconds", (*_MS, "limit", "quantile"),
+    "Time within which the limit is passed with probability `quantile`, linear inside a step. Absent when that is more than an hour.",
+)  # fmt: skip
+FORECAST_LIMIT = _gauge(
+    "kvscope_forecast_limit", "", ("signal", "limit"), "The limit, in the unit of its signal: an objective, or the KV pool nearly full."
+)  # fmt: skip
+FORECAST_ERROR = _gauge(
+    "kvscope_forecast_absolute_error", "", (*_MS, "forecaster"),
+    "Mean distance of the median from what came, in the signal's unit, over the forecasts of the last 24 hours that all forecasters made.",
+)  # fmt: skip
+FORECAST_SKILL = _gauge(
+    "kvscope_forecast_skill_ratio", "ratio", (*_MS, "forecaster"),
+    "1 - absolute error / that of the last value, over the last 24 hours. 0: no better; below: worse. Absent where the last value made no error.",
+)  # fmt: skip
+FORECAST_COVERAGE = _gauge(
+    "kvscope_forecast_coverage_ratio", "ratio", (*_MS, "forecaster", "band"),
+    "Share of what came in the last 24 hours that lay inside the central band of 50, 80 or 95 %.",
+)  # fmt: skip
+FORECAST_TARGETS = _gauge(
+    "kvscope_forecast_scored_targets", "targets", (*_MS, "forecaster"), "Observed values behind error, skill and coverage."
+)  # fmt: skip
+FORECAST_FAILURES = _counter(
+    "kvscope_forecast_failures", "forecasts", ("signal", "reason"),
+    "Forecasts that were refused, by reason: stale (nothing new observed), short_history, model (it failed on the series).",
+)  # fmt: skip
+FORECAST_RUNS = _counter(
+    "kvscope_forecast_runs", "runs", ("outcome",), "Refreshes of all forecasts: done, or failed since the history could not be read."
+)  # fmt: skip
+FORECAST_LAST_RUN = _gauge(
+    "kvscope_forecast_last_run_timestamp_seconds", "seconds", (), "Unix time of the newest refresh that was done."
+)
+FORECAST_RUN_SECONDS = _gauge(
+    "kvscope_forecast_run_seconds", "seconds", (), "Time that the newest refresh took, without the forecasts made up for afterwards."
+)  # fmt: skip
+
 # The exporter about itself
 ENGINE = Family(
     "kvscope_engine", "info", "", ("model", "executor", "clock", "device", "kv_dtype", "version"),
@@ -619,6 +685,8 @@ SCRAPE_SERIES = _gauge("kvscope_scrape_series", "series", (), "Series in the pre
 FAMILIES: tuple[Family, ...] = tuple(v for v in dict(globals()).values() if isinstance(v, Family))
 #: Of GPUs and hardware, whether or not an engine runs on them.
 HOST_FAMILIES = tuple(f for f in FAMILIES if f.name.startswith(("kvscope_gpu", "kvscope_hardware")))
+#: Of `kvscope forecast --serve`, beside any engine.
+FORECAST_FAMILIES = tuple(f for f in FAMILIES if f.name.startswith("kvscope_forecast"))
 #: Told about other engines than the bundled one.
 FOREIGN_FAMILIES = (KV_EVENT_BATCHES, KV_EVENT_UNMATCHED, SOURCE_FAMILY)
 BY_NAME: dict[str, Family] = {f.name: f for f in FAMILIES}

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "observability/forecast": {*DATA, "store"},
     "observability/app": {*DATA, "store", "forecast", "supervise", "adapters"},
     "exporters": {*DATA, "telemetry", "adapters"},
+    "exporters/forecast.py": {*DATA, "telemetry", "store", "forecast"},
     "exporters/adapters": DATA,
     "alerts": {*DATA, "adapters"},
     "dashboards": {*DATA, "alerts", "adapters"},
@@ -55,6 +56,7 @@ def parts_imported(path: Path) -> set[str]:
 def test_a_part_imports_only_what_it_is_built_on(part: str) -> None:
     path = REPO / part
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    files = [file for file in files if file == path or file.relative_to(REPO).as_posix() not in MAY_IMPORT]
     own = path.stem
     assert files
     for file in files:

@@ -54,6 +54,9 @@ FAMILIES |= {
     **dict.fromkeys((f.name for f in SAMPLED), ("no", "needs --kv-cache-metrics")),
     c.KV_EVICTED_AGES.name: ("no", "needs KV events (--kv-events-config)"),
     **dict.fromkeys((f.name for f in c.HOST_FAMILIES), ("no", "`kvscope gpu` tells it beside any engine")),
+    **dict.fromkeys(
+        (f.name for f in c.FORECAST_FAMILIES), ("no", "`kvscope forecast --serve` tells it beside any engine")
+    ),
     **dict.fromkeys((f.name for f in c.FAMILIES if "tenant" in f.labels), ("no", "vLLM does not know tenants")),
     c.KV_ALLOCATED_BLOCKS.name: ("no", "vLLM does not count allocations"),
     c.KV_HOST_BLOCKS.name: ("no", "vLLM's offloading connectors have families of their own"),

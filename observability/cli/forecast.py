@@ -18,6 +18,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from observability.forecast.spread import Pool
     from observability.forecast.worker import Run
 
 EXAMPLES = """
@@ -30,6 +31,10 @@ Examples:
   kvscope forecast --signal ttft_p99 --json | jq .scores
 
   kvscope forecast --source prometheus:http://127.0.0.1:9090 --store ./forecasts.sqlite --every 10m
+
+  kvscope forecast --every 10m --serve                    and as Prometheus metrics at http://127.0.0.1:9402/metrics
+
+  kvscope forecast --jobs 8                               thousands of series: on 8 processes (--dask ADDRESS: on a Dask cluster)
 """
 SIGNAL_NAMES = ("requests", "kv_usage", "queue", "ttft_p99", "e2e_p99")
 _UNITS = {"requests/s": "/s", "ratio": "", "requests": "", "seconds": " s"}
@@ -59,11 +64,33 @@ def forecast(
         list[str] | None,
         typer.Option("--signal", help=f"Forecast this alone; may be repeated: {', '.join(SIGNAL_NAMES)}."),
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            help="With --every: serve the forecasts as Prometheus metrics, for the board Forecast and its alerts."
+        ),
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 takes a free one.")] = 9402,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVSCOPE_TOKEN", help="Scrapers must send this as `Authorization: Bearer`.", show_default=False
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow an address that other machines reach, without a token.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes that forecast.")] = 1,
+    dask: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Dask scheduler whose workers forecast instead.", show_default=False),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the forecasts and scores as JSON, one line a run.")
     ] = False,
 ) -> None:
-    """Forecast the next hour of load, KV use and P99, by Prophet and by the last value, and say how far past forecasts were off.
+    """Forecast the next hour of load, KV use and P99 by several models, and say how far past forecasts were off.
 
     Each forecast is six steps of 10 minutes with a 95 % interval. The first run also makes the hourly forecasts that are missing
     in the last day, so that the error of both models is known at once.
@@ -73,6 +100,9 @@ def forecast(
     path = store or user_data_path("kvscope") / "kvscope.sqlite"
     every_seconds = None if every is None else _every(every)
     names = _names(only or SIGNAL_NAMES)
+    token = (token or "").strip() or None
+    if serve:
+        _check_serving(every_seconds, host, token, insecure)
     with _quiet_end() if every_seconds else contextlib.nullcontext():
         from rich.console import Console
 
@@ -81,19 +111,67 @@ def forecast(
 
         signals = [FORECAST_SIGNALS[name] for name in names]
         console = Console(stderr=True, highlight=False)
-        with _bar(console) as progress:
+        pool = _pool(jobs, dask)
+        with _bar(console) as progress, contextlib.ExitStack() as ending:
             if every_seconds is None:
-                run = run_once(*open_pair(source or str(path), path), signals, progress=progress)
+                with pool() as executor:
+                    run = run_once(*open_pair(source or str(path), path), signals, progress=progress, pool=executor)
             else:
+                publish, failed = _serve(ending, host, port, token) if serve else _unserved
                 report: Callable[[Run], None] = _print_json if as_json else lambda run: _print_line(console, run)
                 run_forever(
-                    source or str(path), path, signals, every_seconds, report=report, progress=progress,
+                    source or str(path), path, signals, every_seconds, report=report, progress=progress, publish=publish,
+                    failed=failed, pool=pool,
                     say=lambda text: console.print(text, markup=False, soft_wrap=True),
                 )  # fmt: skip
         if as_json:
             _print_json(run)
         else:
             _print_table(run)
+
+
+def _check_serving(every_seconds: float | None, host: str, token: str | None, insecure: bool) -> None:
+    """Raises ConfigError."""
+    from observability.cli.serve import is_loopback
+    from observability.errors import ConfigError
+
+    if every_seconds is None:
+        raise ConfigError(
+            "--serve needs a schedule: forecasts that are made once grow old.", next_step="Add --every 10m."
+        )
+    if token is None and not insecure and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines, and no token is set.",
+            next_step="Set KVSCOPE_TOKEN, serve on 127.0.0.1, or give --insecure.",
+        )
+
+
+#: What is told of each run, and of each that failed.
+_Told = tuple["Callable[[Run], None]", "Callable[[], None]"]
+_unserved: _Told = (lambda run: None, lambda: None)
+
+
+def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None) -> _Told:
+    """Serves what it is told, from a thread of its own, until `ending` closes. Raises ServiceError."""
+    from exporters.forecast import ForecastMetrics
+    from exporters.prometheus import start_exporter
+
+    metrics = ForecastMetrics()
+    exporter = ending.enter_context(start_exporter(metrics, host, port, token=token))
+    typer.echo(f"Forecast metrics at {exporter.url}; Ctrl-C ends it.", err=True)
+    return metrics.publish, metrics.failed
+
+
+def _pool(jobs: int, address: str | None) -> Pool:
+    """Who makes the forecasts. Raises ConfigError."""
+    from observability.errors import ConfigError
+    from observability.forecast import spread
+
+    if address is not None and jobs > 1:
+        raise ConfigError("--jobs and --dask exclude each other.", next_step="Give one of them.")
+    if address is not None:
+        return spread.dask(address)
+    return spread.processes(jobs) if jobs > 1 else spread.in_this_process
 
 
 def _every(text: str) -> float:

@@ -1,20 +1,28 @@
-"""One run makes every forecast that is due and stores it; the loop repeats that with each step of the grid, patiently."""
+"""One run makes every forecast that is due and stores it; the loop repeats that with each step of the grid, patiently.
+
+A series on which anything fails is refused with the reason and stops no other.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from observability.errors import StoreError
+import numpy as np
+
+from observability.errors import ServiceError, StoreError
 from observability.forecast.backtest import SCORED_SECONDS, hindcast_origins, scores
-from observability.forecast.calibration import Calibration, calibrate
-from observability.forecast.models import forecast, forecast_many
-from observability.forecast.series import GridSeries, read_series, window
+from observability.forecast.calibration import UNCALIBRATED, Calibration, calibrate
+from observability.forecast.models import forecast_many
+from observability.forecast.quality import QUALITY_SECONDS, Quality, quality
+from observability.forecast.series import GridSeries, Window, grid_step, read_series, window
+from observability.forecast.spread import Pool, in_this_process, spread
 from observability.signals import Signal
 from observability.store.embedded import EmbeddedStore, create
 from observability.store.forecasts import LEVELS, MODELS, Forecast, Score
@@ -26,18 +34,22 @@ SETTLE_SECONDS = 5.0
 RETRY_SECONDS = 2.0
 #: A store that cannot be opened may be one that a recorder is just making.
 CREATION_SECONDS = 5.0
+#: Forecasts are written together that were made within this many seconds.
+WRITE_SECONDS = 1.0
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run made: the forecasts at `at` (Unix seconds), the scores of each series, and the seconds it took."""
+    """What one run made: the forecasts at `at` (Unix seconds), the scores of each series, how good those of its last day were, and
+    the seconds it took."""
 
     at: float
     forecasts: tuple[Forecast, ...]
     scored: tuple[tuple[GridSeries, tuple[Score, ...]], ...]
     hindcasts: int
     seconds: float
+    lately: tuple[tuple[GridSeries, tuple[Quality, ...]], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for --json; times in UTC, what is unknown as null."""
@@ -66,9 +78,12 @@ def run_once(
     clock: Callable[[], float] = time.time,
     until: float = math.inf,
     progress: Progress = lambda done, total: None,
+    publish: Callable[[Run], None] = lambda run: None,
+    pool: Executor | None = None,
 ) -> Run:
-    """Forecasts every series of `signals` by every model and stores each as soon as it is made; then, until the time `until`,
-    makes up for the forecasts that are missing in the last day. Raises StoreError; also when nothing was recorded yet."""
+    """Forecasts every series of `signals` by every model and stores each as soon as it is made, on `pool` where there is one, and
+    gives that to `publish`; then, until the time `until`, makes up for the forecasts that are missing in the last day. Raises
+    StoreError; also when nothing was recorded yet."""
     started, now = time.monotonic(), clock()
     found = [series for signal in signals for series in read_series(source, signal, now)]
     if not found:
@@ -76,18 +91,27 @@ def run_once(
             f"{source.describe()}: nothing was recorded in the last 8 days of {', '.join(s.name for s in signals)}.",
             next_step="Record an engine with `kvscope record`, or make a history with `kvscope history`.",
         )
-    made = list(_live(store, found, now))
+    made = tuple(_live(store, found, now, pool))
+
+    def result(hindcasts: int) -> Run:
+        scored = tuple((series, tuple(_scores(store, series, now))) for series in found)
+        lately = tuple((series, _quality(store, series, now)) for series in found)
+        return Run(now, made, scored, hindcasts, time.monotonic() - started, lately)
+
     missing = _missing(store, found, now)
+    if missing:
+        publish(result(0))
     done = 0
     for done, (series, origin, model) in enumerate(missing, start=1):
         if clock() >= until:
             done -= 1
             break
-        seen, calibration = window(series, origin), _calibration(store, series, model, origin)
-        store.add_forecasts([forecast(seen, model, calibration, hindcast=True)])
+        work = _work(store, series, model, origin)
+        store.add_forecasts(forecast_many([work], model, hindcast=True))
         progress(done, len(missing))
-    scored = tuple((series, tuple(_scores(store, series, now))) for series in found)
-    return Run(now, tuple(made), scored, done, time.monotonic() - started)
+    run = result(done)
+    publish(run)
+    return run
 
 
 def run_forever(
@@ -99,10 +123,13 @@ def run_forever(
     report: Callable[[Run], None],
     say: Callable[[str], None],
     progress: Progress = lambda done, total: None,
+    publish: Callable[[Run], None] = lambda run: None,
+    failed: Callable[[], None] = lambda: None,
+    pool: Pool = in_this_process,
 ) -> None:
     """Runs now and then at each multiple of `every_seconds`, until interrupted. Waits for a store that does not exist yet or
-    holds nothing, and goes on after a failed run; each reason is said once. Raises StoreError when the store at `path` exists
-    and is not ours."""
+    holds nothing, and goes on after a failed run; `failed` is told of each, each reason is said once. Raises StoreError when the
+    store at `path` exists and is not ours."""
     said = ""
     opened = False
     refused_since = math.inf
@@ -113,9 +140,12 @@ def run_forever(
                 raise StoreError(f"{source_name} does not exist yet.")
             source, store = open_pair(source_name, path)
             opened = True
-            report(run_once(source, store, signals, until=due, progress=progress))
+            with pool() as executor:
+                run = run_once(source, store, signals, until=due, progress=progress, publish=publish, pool=executor)
+            report(run)
             said = ""
-        except StoreError as error:
+        except (StoreError, ServiceError) as error:
+            failed()
             if not opened and _is_there(source_name):
                 refused_since = min(refused_since, time.monotonic())
                 if time.monotonic() - refused_since > CREATION_SECONDS:
@@ -139,14 +169,29 @@ def _is_there(source_name: str) -> bool:
     return source_name.startswith(PROMETHEUS) or Path(source_name).exists()
 
 
-def _live(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> Iterator[Forecast]:
-    """The quick model of all series first: something is there to see while Prophet loads."""
-    windows = [(series, window(series, now)) for series in found]
-    for model in reversed(MODELS):
-        pairs = ((seen, _calibration(store, series, model, now)) for series, seen in windows)
-        for one in forecast_many(pairs, model):
-            store.add_forecasts([one])
+def _live(store: EmbeddedStore, found: Sequence[GridSeries], now: float, pool: Executor | None) -> Iterator[Forecast]:
+    """The quick models of all series first: something is there to see while Prophet loads."""
+    for model in sorted(MODELS, key=lambda name: name == "prophet"):
+        unsaved: list[Forecast] = []
+        saved = time.monotonic()
+        for one in spread((_work(store, series, model, now) for series in found), model, pool):
+            unsaved.append(one)
+            if time.monotonic() - saved > WRITE_SECONDS:
+                store.add_forecasts(unsaved)
+                unsaved, saved = [], time.monotonic()
             yield one
+        store.add_forecasts(unsaved)
+
+
+def _work(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> tuple[Window, Calibration]:
+    """What `model` is to see at `now`. A series that breaks on the way there is refused with the reason."""
+    try:
+        return window(series, now), _calibration(store, series, model, now)
+    except StoreError:
+        raise
+    except Exception as error:  # on a series nobody thought of
+        reason = f"its window failed: {type(error).__name__}: {error}"
+        return Window(series.signal, series.labels, grid_step(now), np.empty(0), refused=reason), UNCALIBRATED
 
 
 def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> list[tuple[GridSeries, float, str]]:
@@ -154,7 +199,10 @@ def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> l
     on those before."""
     missing = []
     for series in found:
-        origins = hindcast_origins(series, now)
+        try:
+            origins = hindcast_origins(series, now)
+        except Exception:  # what is wrong with it, its refusal says
+            continue
         if origins:
             for model in MODELS:
                 stored = {f.origin for f in _stored(store, series, model, origins[-1])}
@@ -164,6 +212,10 @@ def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> l
 
 def _calibration(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> Calibration:
     return calibrate(series, _stored(store, series, model, 0.0), now)
+
+
+def _quality(store: EmbeddedStore, series: GridSeries, now: float) -> tuple[Quality, ...]:
+    return quality(series, now, {model: _stored(store, series, model, now - QUALITY_SECONDS) for model in MODELS})
 
 
 def _scores(store: EmbeddedStore, series: GridSeries, now: float) -> list[Score]:

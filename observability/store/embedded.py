@@ -22,7 +22,16 @@ import pandas as pd
 
 from observability.errors import StoreError
 from observability.signals import Signal
-from observability.store.forecast_rows import INSERT, SELECT, UPGRADE, forecast_frame, forecasts_of, label_key, rows_of
+from observability.store.forecast_rows import (
+    INSERT,
+    SELECT,
+    SELECT_SERIES,
+    UPGRADE,
+    forecast_frame,
+    forecasts_of,
+    label_key,
+    rows_of,
+)
 from observability.store.forecasts import Forecast
 from observability.store.source import ANY, LOOKBACK_SECONDS, frame, grid, signal_named
 
@@ -166,8 +175,12 @@ class EmbeddedStore:
         self, signal: str, where: Mapping[str, str], model: str, *, since: float | None = None
     ) -> list[Forecast]:
         """Stored forecasts by origin, from the origin `since` (Unix seconds) on."""
+        oldest = 0 if since is None else round(since * 1000)
         with self._open() as db:
-            rows = db.execute(SELECT, (signal, model, 0 if since is None else round(since * 1000))).fetchall()
+            if set(where) == set(signal_named(signal).by):
+                rows = db.execute(SELECT_SERIES, (signal, model, label_key(where), oldest)).fetchall()
+            else:
+                rows = db.execute(SELECT, (signal, model, oldest)).fetchall()
         return forecasts_of(rows, where)
 
     def add_forecasts(self, forecasts: Iterable[Forecast]) -> None:

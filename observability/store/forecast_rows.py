@@ -24,6 +24,8 @@ INSERT = (
     + " WHERE excluded.hindcast <= forecasts.hindcast"
 )
 SELECT = f"SELECT {_NAMES} FROM forecasts WHERE signal = ? AND model = ? AND origin >= ? ORDER BY origin"
+#: The same of one series, by the table's key: what all series of a signal hold would take minutes.
+SELECT_SERIES = SELECT.replace("model = ?", "model = ? AND labels = ?")
 #: From schema version 1 to 2.
 UPGRADE = (
     "ALTER TABLE forecasts ADD COLUMN stretch REAL NOT NULL DEFAULT 1",

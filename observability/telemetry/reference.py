@@ -53,6 +53,21 @@ _LABELS: tuple[tuple[str, str], ...] = (
     ("reason (read failures)", ", ".join(c.GPU_READ_FAILURES)),
     ("target", ", ".join(c.HARDWARE_TARGETS)),
     ("overlap", ", ".join(c.COPY_OVERLAPS)),
+    ("signal", "what is forecast: requests, kv_usage, queue, ttft_p99, ..."),
+    ("forecaster", "the model that forecasts: auto, prophet, last_value, seasonal_naive"),
+    ("horizon", ", ".join(c.FORECAST_HORIZONS) + ": end of the 10 minutes that are forecast"),
+    (
+        "quantile",
+        ", ".join(f"{q:g}" for q in c.FORECAST_QUANTILES)
+        + "; of times "
+        + ", ".join(f"{q:g}" for q in c.FORECAST_TIME_QUANTILES),
+    ),
+    ("limit (forecasts)", "an objective by its name, kv_usage_warning, kv_exhaustion"),
+    ("band", ", ".join(map(str, c.FORECAST_BANDS)) + " (percent)"),
+    ("status (forecasts)", ", ".join(c.FORECAST_STATUSES)),
+    ("history", "real, or simulated where a part of it comes from virtual time"),
+    ("reason (forecast failures)", ", ".join(c.FORECAST_FAILED)),
+    ("outcome (forecast runs)", ", ".join(c.FORECAST_RUN_OUTCOMES)),
 )
 
 _INTRODUCTION = """\

@@ -604,7 +604,7 @@ def test_counters_exist_with_zero_from_the_start() -> None:
     b = Bench()
     names = {family.name for family, rows in b.t.snapshot() if any(row.suffix in ("_total", "_count") for row in rows)}
     expected = {f.name for f in c.FAMILIES if f.kind in ("counter", "histogram") and "quantization" not in f.name}
-    others = (*c.HOST_FAMILIES, *c.FOREIGN_FAMILIES)
+    others = (*c.HOST_FAMILIES, *c.FOREIGN_FAMILIES, *c.FORECAST_FAMILIES)
     assert names == expected - {f.name for f in (*OF_SWITCHED_OFF, *OF_RESIDENCY, *OF_TENANTS, *others)}
     assert all(row.value == 0 for family, rows in b.t.snapshot() if family.kind != "info" for row in rows)
     states = {labels[1] for _, labels in rows_of(b.t.snapshot(), "kvscope_request_phase_seconds")}

@@ -46,7 +46,7 @@ def test_a_case_is_proven_by_a_test_that_exists_or_says_why_it_cannot_occur(row:
 
 
 def test_no_family_is_a_ratio_of_traffic_in_a_gauge() -> None:  # QH12
-    gauges = [f for f in c.FAMILIES if f.kind == "gauge" and f not in c.HOST_FAMILIES]
+    gauges = [f for f in c.FAMILIES if f.kind == "gauge" and f not in (*c.HOST_FAMILIES, *c.FORECAST_FAMILIES)]
     assert not [f.name for f in gauges if "ratio" in f.name or "rate" in f.name.split("_") or f.unit == "ratio"]
 
 
@@ -56,7 +56,7 @@ def test_every_sample_has_exactly_the_labels_of_its_family() -> None:  # QG12
             assert len(row.labels) == len(family.labels) + (row.suffix == "_bucket"), family.name
     for family in c.FAMILIES:
         assert len({*family.labels}) == len(family.labels)
-        if family not in (c.SCRAPE_SECONDS, c.SCRAPE_SERIES, c.LABEL_FOLDS, *c.HOST_FAMILIES):
+        if family not in (c.SCRAPE_SECONDS, c.SCRAPE_SERIES, c.LABEL_FOLDS, *c.HOST_FAMILIES, *c.FORECAST_FAMILIES):
             assert family.labels[0] == "model", family.name
 
 

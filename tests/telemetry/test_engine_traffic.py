@@ -36,8 +36,8 @@ OF_MECHANISMS = {
 OF_RESIDENCY = {c.KV_REGRET, c.KV_EVICTION_MEMORY}
 #: Written by the exporter, see test_exporter.
 OF_THE_EXPORTER = {c.SCRAPE_SECONDS, c.SCRAPE_SERIES}
-#: Of GPUs and copies to them, see tests/gpu.
-OF_GPUS = {*c.HOST_FAMILIES, c.KV_COPY_SECONDS}
+#: Of GPUs and copies to them, see tests/gpu; of forecasts, see tests/forecast/test_exporter.py.
+OF_GPUS = {*c.HOST_FAMILIES, c.KV_COPY_SECONDS, *c.FORECAST_FAMILIES}
 
 
 class Traffic:

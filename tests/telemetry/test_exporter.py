@@ -153,6 +153,7 @@ def test_the_reference_parsers_read_back_every_sample(openmetrics: bool) -> None
     }
     assert parsed.keys() == expected.keys()
     of_others = {f.name for f in (c.SCRAPE_SECONDS, c.SCRAPE_SERIES, *c.FOREIGN_FAMILIES, *c.HOST_FAMILIES)}
+    of_others |= {f.name for f in c.FORECAST_FAMILIES}
     assert {f.name for f, _ in families} - {"kvscope_hardware_target"} == {f.name for f in c.FAMILIES} - of_others
     for key, row in expected.items():
         assert parsed[key].value == row.value
