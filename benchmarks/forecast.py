@@ -85,7 +85,7 @@ def run(path: Path, model: str, every: int) -> dict[str, Any]:
     step = max(every, 6 * SLOW.get(model, 0))
     places, tables, seconds = [], [], 0.0
     made: list[Forecast] = []
-    chances: dict[str, list[tuple[float, float, float, float]]] = {limit.name: [] for limit in limits}
+    chances: dict[str, list[tuple[float, ...]]] = {limit.name: [] for limit in limits}
     came_all = ahead(series.values)
     for place in range(WEEK - 1, len(series.values) - HORIZON_STEPS, step):
         now = float(series.ends[place])
@@ -108,8 +108,10 @@ def run(path: Path, model: str, every: int) -> dict[str, Any]:
             came = came_all[place]
             for limit, said in zip(limits, one.breaches, strict=True):
                 if series.values[place] <= limit.value and np.isfinite(came).all():
-                    usual = float(_usual(seen.values, limit.value)[-1])
-                    chances[limit.name].append((said.raw[-1], said.chance, usual, float((came > limit.value).any())))
+                    alike = float(_usual(seen.values, limit.value)[-1])
+                    hours = np.lib.stride_tricks.sliding_window_view(seen.values > limit.value, HORIZON_STEPS)
+                    happened = float((came > limit.value).any())
+                    chances[limit.name].append((said.raw[-1], said.chance, hours.any(axis=1).mean(), alike, happened))
         seconds += cpu_seconds() - start
         places.append(place)
         tables.append(table)
@@ -164,27 +166,30 @@ def summary(
     return out
 
 
-def reliability(pairs: np.ndarray) -> dict[str, Any]:
-    """Brier score, skill against climatology, calibration error and the table of `pairs` [n, (chance, usual, outcome)]."""
-    chance, usual, outcome = pairs.T
-    brier, climate = float(((chance - outcome) ** 2).mean()), float(((usual - outcome) ** 2).mean())
+def reliability(chance: np.ndarray, usual: np.ndarray, alike: np.ndarray, outcome: np.ndarray) -> dict[str, Any]:
+    """Brier score, skill, calibration error and table of chances, each [n]. Skill is against `usual`, the share of all hours of the
+    window above the limit; `strict_skill` against `alike`, the share of those that began below it."""
+    brier, climate, strict = (float(((said - outcome) ** 2).mean()) for said in (chance, usual, alike))
     bins = np.minimum((chance * 10).astype(int), 9)
     table = [
         {"said": float(chance[bins == b].mean()), "came": float(outcome[bins == b].mean()), "n": int((bins == b).sum())}
-        for b in range(10) if (bins == b).any()
-    ]  # fmt: skip
-    error = sum(row["n"] * abs(row["said"] - row["came"]) for row in table) / len(pairs)
-    return {"origins": len(pairs), "events": float(outcome.mean()), "brier": brier, "climatology": climate,
-            "skill": 1 - brier / climate, "calibration_error": float(error), "reliability": table}  # fmt: skip
+        for b in range(10)
+        if (bins == b).any()
+    ]
+    error = sum(row["n"] * abs(row["said"] - row["came"]) for row in table) / len(chance)
+    return {
+        "origins": len(chance), "events": float(outcome.mean()), "brier": brier, "climatology": climate, "skill": 1 - brier / climate,
+        "strict_skill": 1 - brier / strict, "calibration_error": float(error), "reliability": table,
+    }  # fmt: skip
 
 
 def decisions(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Per threshold, pooled over series; `raw`: as the paths say it, before it learned from outcomes."""
     out = {}
     for name in next(iter(runs.values()))["chances"]:
-        rows = np.array([row for one in runs.values() for row in one["chances"][name]])
-        if len(rows):
-            out[name] = reliability(rows[:, 1:]) | {"raw": reliability(rows[:, [0, 2, 3]])}
+        if rows := [row for one in runs.values() for row in one["chances"][name]]:
+            raw, chance, *rest = np.array(rows).T
+            out[name] = reliability(chance, *rest) | {"raw": reliability(raw, *rest)}
     return out
 
 
@@ -250,12 +255,12 @@ def print_tables(report: dict[str, Any]) -> None:
         )  # fmt: skip
     print("\nchance of passing a quantile of the first week within the hour, from below it")
     print(
-        f"{'model':24}{'limit':>6}{'origins':>9}{'events':>8}{'Brier':>8}{'skill':>8}{'cal.err':>9}{'raw skill':>11}{'raw err':>9}"
+        f"{'model':24}{'limit':>6}{'origins':>9}{'events':>8}{'Brier':>8}{'skill':>8}{'strict':>8}{'cal.err':>9}{'raw skill':>11}{'raw err':>9}"
     )
     for model, limits in report["decisions"].items():
         for name, row in limits.items():
             print(
-                f"{TITLES[model]:24}{name:>6}{row['origins']:9}{row['events']:8.1%}{row['brier']:8.4f}{row['skill']:8.3f}"
+                f"{TITLES[model]:24}{name:>6}{row['origins']:9}{row['events']:8.1%}{row['brier']:8.4f}{row['skill']:8.3f}{row['strict_skill']:8.3f}"
                 f"{row['calibration_error']:9.3f}{row['raw']['skill']:11.3f}{row['raw']['calibration_error']:9.3f}"
             )  # fmt: skip
     for model, limits in report["decisions"].items():

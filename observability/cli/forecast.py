@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -97,6 +98,9 @@ def forecast(
     """
     from platformdirs import user_data_path
 
+    # Matrices of a forecast are small: threads of the linear algebra only wait for one another, for minutes on a busy machine.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     path = store or user_data_path("kvscope") / "kvscope.sqlite"
     every_seconds = None if every is None else _every(every)
     names = _names(only or SIGNAL_NAMES)

@@ -12,8 +12,9 @@ from observability.forecast.series import GridSeries
 from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast
 
 #: The logarithm of the factor moves by this much in an hour for each unit by which the share of outcomes outside the 95 %
-#: interval differs from 5 %: two days from a wrong start, and little noise once there (measured over 44 series).
-GAIN = 0.1
+#: interval differs from 5 %: within a day from a wrong start. Over 25 series and 4,164 hourly origins 0.1 leaves the worst
+#: series at 90.6 %, 0.3 at 92.3, for 4 % of width.
+GAIN = 0.3
 MISSED = 0.05
 #: Standard deviations of the prior on offset and slope of the log odds: some hundred outcomes are needed to move them much.
 CHANCE_PRIOR = (0.3, 0.2)
@@ -32,10 +33,13 @@ class Calibration:
     def trusted(self, raw: Sequence[float]) -> tuple[float, ...]:
         """Chances as outcomes bear them out; the order of `raw` stays."""
         offset, slope = self.chance
+        if (offset, slope) == (0.0, 1.0):
+            return tuple(raw)
         return tuple((1.0 / (1.0 + np.exp(-(offset + slope * _log_odds(np.asarray(raw, dtype=np.float64)))))).tolist())
 
 
-UNCALIBRATED = Calibration()
+#: A model's own past errors are a little smaller than those to come: some of what it is made of was chosen by them.
+UNCALIBRATED = Calibration(1.28)
 
 
 def calibrate(series: GridSeries, stored: Sequence[Forecast], now: float) -> Calibration:

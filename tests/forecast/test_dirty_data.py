@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,15 @@ def saturating() -> np.ndarray:
     return np.clip(load(3) / 9.0, 0.0, 1.0)
 
 
+def burst_at_the_end() -> np.ndarray:
+    """From nearly nothing to a hundredfold within the hour: an exponential would run away."""
+    values = load(3) / 100
+    values[-3:] = (2.0, 5.0, 12.0)
+    return values
+
+
+#: A metric that may be negative, such as a temperature.
+CELSIUS = replace(REQUESTS, bounds=(-50.0, None))
 CASES: dict[str, tuple[Callable[[], np.ndarray], Signal, set[str]]] = {
     "clean": (lambda: load(3), REQUESTS, set()),
     "a gap of 7 hours": (with_gap, REQUESTS, set()),
@@ -79,8 +89,18 @@ CASES: dict[str, tuple[Callable[[], np.ndarray], Signal, set[str]]] = {
     "new service": (lambda: np.concatenate((np.zeros(2 * DAY), load(1))), REQUESTS, {"short_history"}),
     "bursts over zero": (bursts, REQUESTS, set()),
     "saturates at 1": (saturating, KV_USAGE, set()),
+    "a burst that began now": (burst_at_the_end, REQUESTS, {"outliers"}),
+    "may be negative": (lambda: load(3) - 12.0, CELSIUS, set()),
     "12 steps": (lambda: load(12 / DAY), REQUESTS, {"short_history"}),
 }
+
+
+def test_bounds_are_those_of_the_metric_and_no_global_zero() -> None:
+    for model in MODELS:
+        made = forecast(window(gridded(load(3) - 12.0, CELSIUS), END), model)
+        assert made.quantiles.max() < 0, model
+    grown = forecast(window(gridded(burst_at_the_end()), END), "auto")
+    assert grown.median.max() < 12.0 * 1.31, "no member may run beyond 1.3 times what was seen"
 
 
 @pytest.mark.parametrize("model", MODELS)
