@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Where Grafana is reached from a browser; the compose file publishes it here. `kvscope generate --grafana-url` changes it.
+#: Where Grafana is reached from a browser; the compose file publishes it here. `kvscope rules write --grafana-url` changes it.
 GRAFANA_URL = "http://127.0.0.1:3000"
 #: The scrape job of deploy/prometheus.yml; KvscopeSourceStale tells by it which targets are ours. Jobs of other engines add a dash and
 #: the engine's name (`kvscope scrape-config`).

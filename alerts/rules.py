@@ -96,12 +96,16 @@ _Dumper.add_representer(
 )
 
 
+def dump(body: dict[str, Any]) -> str:
+    """YAML of `body`, each expression on one line."""
+    return yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=10_000)
+
+
 def to_yaml(
     groups: Sequence[dict[str, Any]], source: str = "alerts/*.py, observability/signals.py or objectives.py"
 ) -> str:
     """Text of a rule file; `source` is where a reader should change it."""
-    body = yaml.dump({"groups": list(groups)}, Dumper=_Dumper, sort_keys=False, width=10_000)
-    return f"# Made by `kvscope generate`; edit {source} instead.\n{body}"
+    return f"# Made by `kvscope generate`; edit {source} instead.\n{dump({'groups': list(groups)})}"
 
 
 def _recording(r: Recording) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def command_lines(page: str) -> Iterator[list[str]]:
 
 
 def find_command(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that `words` name and the words behind its name. Raises KeyError for one that there is not."""
+    """The command or group of commands that `words` name and the words behind its name. Raises KeyError for one that there is not."""
     command: Any = COMMANDS
-    while isinstance(command, TyperGroup):
+    while words and isinstance(command, TyperGroup):
         name, *words = words
         command = command.commands[name]
     return command, words

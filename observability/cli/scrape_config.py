@@ -43,8 +43,7 @@ def by_engine(engines: list[str], values: list[str], option: str) -> dict[str, l
 
 def config(targets: dict[str, list[str]], models: dict[str, list[str]], rules: Path) -> dict[str, Any]:
     """The configuration as data, from targets (host:port) and model names by engine; `rules` is the folder that
-    `kvscope generate` wrote below. Raises ConfigError for what Prometheus or the engine's rules could not work with."""
-    from alerts import adapters
+    `kvscope rules write` wrote to. Raises ConfigError for what Prometheus or the engine's rules could not work with."""
     from alerts.links import JOB
     from alerts.rules import INTERVAL
     from exporters.adapters.engines import ADAPTERS, BUNDLED, TITLES
@@ -82,10 +81,9 @@ def config(targets: dict[str, list[str]], models: dict[str, list[str]], rules: P
         )
         if engine != BUNDLED:
             files.append(f"adapters/{engine}.yml")
-    folder = rules / Path(adapters.FOLDER).parent
     return {
         "global": {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL},
-        "rule_files": [str(folder / file) for file in files],
+        "rule_files": [str(rules / file) for file in files],
         "scrape_configs": jobs,
     }
 
@@ -123,7 +121,7 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option(help="Model name for engines whose metrics name none (llamacpp, tgi), or ENGINE=NAME."),
         ] = None,
-        rules: Annotated[Path, typer.Option(help="Folder that `kvscope generate` wrote below.")] = Path("/etc/kvscope"),
+        rules: Annotated[Path, typer.Option(help="Folder that `kvscope rules write` wrote to.")] = Path("/etc/kvscope"),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Print a Prometheus configuration: the scrape jobs and rule files for the engines named. Needs the extra `boards`."""

@@ -25,7 +25,7 @@ def printed(*arguments: str) -> str:
 def test_promtool_accepts_what_is_printed_for_all_engines_at_once(
     program: Callable[[str], str], tmp_path: Path
 ) -> None:
-    assert CliRunner().invoke(root, ["generate", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(root, ["rules", "write", str(tmp_path)]).exit_code == 0
     arguments = ["--rules", str(tmp_path)]
     for i, engine in enumerate(TITLES):
         arguments += [

@@ -49,19 +49,7 @@ def test_check_names_missing_stale_and_unknown_files(tmp_path: Path) -> None:
     assert "kvscope generate" in error.next_step
 
 
-def test_another_grafana_moves_the_links_of_alerts_only(tmp_path: Path) -> None:
-    _run(str(tmp_path), "--grafana-url", "https://grafana.example.com/")
-    alerts = (tmp_path / "alerts/generated/kvscope-alerts.yml").read_text()
-    assert "https://grafana.example.com/d/kvscope-kv-cache" in alerts
-    assert "127.0.0.1" not in alerts
-    board = (tmp_path / "dashboards/generated/kv-cache.json").read_text()
-    assert board == (REPO / "dashboards/generated/kv-cache.json").read_text()
-
-
-def test_bad_addresses_and_folders_are_named(tmp_path: Path) -> None:
-    _, _, error = _run(str(tmp_path), "--grafana-url", "grafana:3000")
-    assert isinstance(error, KvscopeError)
-    assert "grafana:3000" in str(error)
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "dashboards").write_text("a file where a folder should be")
     _, _, error = _run(str(tmp_path))
     assert isinstance(error, KvscopeError)
