@@ -30,6 +30,9 @@ COMPUTED = "model_instance:kvscope_step_tokens:rate1m"
 FORWARD = f"model_instance:kvscope_step_forward:ratio_rate{WINDOW}"
 PER_FORWARD_SECOND = f"model_instance:kvscope_step_tokens_per_forward_second:rate{WINDOW}"
 HIT_RATE = "model_length_bucket:kvscope_kv_hit:ratio_rate30m"
+STALL_GAPS = "model_instance:kvscope_stall_gaps:increase1h"
+STALL_PERIOD = "model_instance:kvscope_stall_gap_seconds:mean1h"
+STALL_VARIATION = "model_instance:kvscope_stall_gap_seconds:variation1h"
 LOOKUPS = "model_length_bucket:kvscope_kv_lookups:increase30m"
 
 #: Hit rate below this share of the same time yesterday is a drop; yesterday's must have been worth something.
@@ -51,6 +54,12 @@ OVERFLOW = 0.01
 GPU_HEALTH = 0.5
 #: PCIe packets sent again, a second: a few an hour are normal.
 PCIE_REPLAYS = 1.0
+#: Gaps between stalls that vary by less than this (standard deviation / mean; of chance events it is 1) come from a clock. Of eight
+#: chance gaps one set in 800 is as even; of five, one in 60.
+PERIODIC = 0.3
+PERIODIC_GAPS = 8
+#: Below this many seconds it is the mix of steps and not a job.
+PERIODIC_FLOOR = 1.0
 
 _FORWARD = {"component": ("forward_prefill", "forward_decode")}
 _ALLOCATABLE = {"state": ("free", "evictable")}
@@ -60,6 +69,11 @@ def _sum(node: Gauge | Rate, by: tuple[str, ...] = _MI) -> Aggregate:
     return Aggregate("sum", node, by)
 
 
+def _increase(family: c.Family) -> str:
+    return f"sum by ({', '.join(_MI)}) (increase({family.series}[1h]))"
+
+
+_stall_gaps = _increase(c.STALL_GAPS)
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS))
 _tokens = _sum(Rate(c.STEP_TOKENS))
 _forward = _sum(Rate(c.STEP_SECONDS, _FORWARD))
@@ -81,6 +95,13 @@ RECORDINGS: tuple[Recording, ...] = (
     Recording(COMPUTED, _sum(Rate(c.STEP_TOKENS)).promql().replace(f"[{WINDOW}]", "[1m]")),
     Recording(FORWARD, _forward.promql()),
     Recording(PER_FORWARD_SECOND, Ratio(_tokens, _forward, _MI).promql()),
+    Recording(STALL_GAPS, _stall_gaps),
+    Recording(STALL_PERIOD, f"{_increase(c.STALL_GAP_SECONDS)} / ({_stall_gaps} > 0)"),
+    # mean of squares / square of mean - 1; rounding may put it a hair below 0
+    Recording(
+        STALL_VARIATION,
+        f"sqrt(clamp_min({_increase(c.STALL_GAP_SQUARES)} * {_stall_gaps} / ({_increase(c.STALL_GAP_SECONDS)} ^ 2 > 0) - 1, 0))",
+    ),
     Recording(
         HIT_RATE,
         f"avg_over_time(model_length_bucket:kvscope_kv_hit_tokens:rate{WINDOW}[30m])\n"
@@ -315,6 +336,24 @@ ALERTS: tuple[Alert, ...] = (
         labels_kept=_GPU,
         area="hardware",
         board="hardware",
+    ),
+    Alert(
+        name="KvscopePeriodicStall",
+        severity="warning",
+        expr=(
+            f"{STALL_PERIOD} > {PERIODIC_FLOOR:g}\nand {_ON_MI} {STALL_VARIATION} < {PERIODIC:g}\n"
+            f"and {_ON_MI} {STALL_GAPS} >= {PERIODIC_GAPS}"
+        ),
+        hold="5m",
+        keep_firing="5m",
+        summary="Something stops the engine at regular times.",
+        description=(
+            f"The step loop of {_WHERE} stalls every {{{{ $value | humanizeDuration }}}}, more regularly than chance: in the last hour "
+            f"at least {PERIODIC_GAPS} gaps between stalls vary by less than {PERIODIC * 100:g} %."
+        ),
+        labels_kept=_MI,
+        area="scheduling",
+        board="batching",
     ),
     # -- can the numbers be trusted?
     Alert(

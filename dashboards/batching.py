@@ -22,7 +22,7 @@ from dashboards.shared import (
 )
 from observability import catalog as c
 
-BUSY = "KvscopeBusyLowThroughput"
+BUSY, PERIODIC_STALL = "KvscopeBusyLowThroughput", "KvscopePeriodicStall"
 
 
 def pressure() -> Section:
@@ -109,8 +109,33 @@ def steps() -> Section:
         query(known(f"{symptoms.PER_FORWARD_SECOND}{{{OF_INSTANCE}}}"), "{{instance}}"),
         query(known(f"{symptoms.PER_FORWARD_SECOND}{{{OF_INSTANCE}}} offset 1d"), "{{instance}} yesterday"),
     )
+    lost = lines(
+        PERIODIC_STALL,
+        "How much time is lost in stalls?",
+        "Share of the time that passes in steps (with what holds the loop up before them) of over 50 ms and over 5 times the usual step of "
+        "their kind. Every running request waits through a stall. Idle time is none.",
+        "percentunit",
+        query(signal("model:kvscope_stall_seconds:rate5m"), "in stalls"),
+    )
+    regular = lines(
+        PERIODIC_STALL,
+        "Does anything stop the engine at regular times?",
+        "Mean gap between large stalls in the last hour, by instance, where the gaps vary by less than "
+        f"{symptoms.PERIODIC * 100:g} % (chance: about 100 %) and are at least {symptoms.PERIODIC_GAPS}. A line is the period of the job to look "
+        f"for; {PERIODIC_STALL} fires with it.",
+        "s",
+        query(
+            f"{symptoms.STALL_PERIOD}{{{OF_INSTANCE}}} and on (model, instance, engine) "
+            f"{symptoms.STALL_VARIATION}{{{OF_INSTANCE}}} < {symptoms.PERIODIC:g} and on (model, instance, engine) "
+            f"{symptoms.STALL_GAPS}{{{OF_INSTANCE}}} >= {symptoms.PERIODIC_GAPS}",
+            "{{instance}}",
+        ),
+        when_empty="No regular stalls in the last hour",
+    )
     return Section(
-        "$model: engine steps", [Line(9, [time, duration]), Line(8, [tokens, per_second])], repeat_for="model"
+        "$model: engine steps",
+        [Line(9, [time, duration]), Line(8, [tokens, per_second]), Line(7, [lost, regular])],
+        repeat_for="model",
     )
 
 

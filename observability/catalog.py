@@ -464,6 +464,21 @@ STEP_TOKENS = _counter(
     ("model", "phase"),
     "Tokens run through the model, prefill or decode, recomputation included.",
 )
+STALLS = _counter(
+    "kvscope_stalls", "stalls", _M,
+    "Steps (with what held the loop up before them, idle time left out) that took over 50 ms and over 5 times the usual step of their "
+    "kind; slow steps in a row are one stall.",
+)  # fmt: skip
+STALL_SECONDS = _counter("kvscope_stall_seconds", "seconds", _M, "Time of the steps of stalls.")
+STALL_GAPS = _counter(
+    "kvscope_stall_gaps", "gaps", _M,
+    "Gaps from the beginning of one large stall to that of the next; large: at least half as long as the longest of late.",
+)  # fmt: skip
+STALL_GAP_SECONDS = _counter("kvscope_stall_gap_seconds", "seconds", _M, "Sum of the gaps between large stalls.")
+STALL_GAP_SQUARES = _counter(
+    "kvscope_stall_gap_squared_seconds", "squared seconds", _M,
+    "Sum of the squares of the gaps between large stalls: with sum and count their regularity.",
+)  # fmt: skip
 
 # Batching and the load controller
 PREFILL_SPREAD = _histogram(

@@ -423,6 +423,8 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_generation_tokens:rate5m", "Generated tokens per second", "tokens/s", _rate(c.GENERATION_TOKENS, "model"), M),
     Signal("model:kvscope_requests_running:sum", "Requests running", "requests", _sum(Gauge(c.REQUESTS_RUNNING), "model"), M),
     Signal("model:kvscope_requests_waiting:sum", "Requests waiting", "requests", _sum(Gauge(c.REQUESTS_WAITING), "model"), M),
+    Signal("model:kvscope_stalls:rate5m", "Stalls of the step loop per second", "1/s", _rate(c.STALLS, "model"), M),
+    Signal("model:kvscope_stall_seconds:rate5m", "Share of time lost in stalls", "ratio", _rate(c.STALL_SECONDS, "model"), M),
     Signal("model:kvscope_preemptions:rate5m", "Preemptions per second", "1/s", _rate(c.PREEMPTIONS, "model"), M),
     *_latency_signals(),
     Signal("model_tenant:kvscope_tenant_requests:rate5m", "Ended requests by tenant", "requests/s", _rate(c.TENANT_REQUESTS, *MT), MT),

@@ -22,6 +22,7 @@ from observability.telemetry.phases import StepClock
 from observability.telemetry.quantization import Quantization
 from observability.telemetry.residency import PoolResidency, residency_blocks
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
+from observability.telemetry.stalls import Stalls
 
 #: States that exist in every engine; the others get their series when a request first enters them.
 _ALWAYS_IN_USE = ("queued", "kv_wait", "prefill", "decode")
@@ -127,6 +128,7 @@ class Cells(StepClock):
         self._fallbacks = [0.0]
         self._steps = [0.0] * len(c.STEP_KINDS)
         self._step_tokens = [0.0, 0.0]  # prefill, decode
+        self._stalls = Stalls()
         # Served requests by the highest tail bound that they exceed: not cumulative, cumulated when read.
         self._tail_bounds = buckets.tail
         self._tail_seconds = np.zeros((len(buckets.tail), len(c.STATES) * _COMPONENTS))
@@ -257,6 +259,7 @@ class Cells(StepClock):
         yield counters(c.STEPS, [(m, kind) for kind in c.STEP_KINDS], self._steps)
         yield self._step_duration.block()
         yield counters(c.STEP_TOKENS, [(m, "prefill"), (m, "decode")], self._step_tokens)
+        yield from self._stalls.blocks(m)
         yield from self.mechanisms.batching_blocks()
         yield from self.mechanisms.session_blocks()
         _, _, clock, device, *_ = self._engine_labels

@@ -94,6 +94,7 @@ class Telemetry(Cells):
         self._tenants = Tenants(model, max_tenants)
         self._tenants_shown = 0
         self._reported: set[str] = set()
+        self._busy_before = 0.0  # engine's time without idle time, up to the last step
 
     # -- requests: the threads that submit ------------------------------------------------------------------------
 
@@ -434,6 +435,16 @@ class Telemetry(Cells):
             for i in np.flatnonzero(counts):
                 cells[kind * stride + int(i)] += int(counts[i])
             cells[(kind + 1) * stride - 1] += float(good.sum())
+        busy = self.last - self.start - self.seconds[p.IDLE]
+        worked, self._busy_before = busy - self._busy_before, busy
+        if count == 1:
+            self._stalls.observe(kind, worked, self.last)
+        elif (
+            count
+        ):  # virtual time: the first has what went before it, and of the equal ones after it the longest stands for all
+            after = float(steps[1:].sum())
+            self._stalls.observe(kind, worked - after, self.last - after)
+            self._stalls.observe(kind, float(steps[1:].max()), self.last)
 
     def _add(self, values: list[float], index: int, amount: float) -> None:
         if amount >= 0 and amount != inf:

@@ -243,6 +243,21 @@ CASES: tuple[AlertCase, ...] = (
         settle=10, pending=5, fires=11, steady=12, recovers=12, few=False,
     ),
     AlertCase(
+        alert="KvscopePeriodicStall",
+        # 60 s apart with a variation of 0.1; chance gaps vary by 1: their mean of squares is twice the square of their mean
+        courses=(
+            Course(f"kvscope_stall_gaps_total{{{MI}}}", "counter", 0.25, 0.25, 0.02),
+            Course(f"kvscope_stall_gap_seconds_total{{{MI}}}", "counter", 15, 15, 1.2),
+            Course(f"kvscope_stall_gap_squared_seconds_total{{{MI}}}", "counter", 1800, 909, 72.72),
+        ),
+        labels={"severity": "warning", **_REPLICA},
+        description=(
+            "The step loop of m on a:1 stalls every 1m 0s, more regularly than chance: in the last hour at least 8 gaps between stalls "
+            "vary by less than 30 %."
+        ),
+        settle=65, pending=58, fires=63, steady=66, recovers=20,
+    ),
+    AlertCase(
         alert="KvscopeLatencyOverflow",
         courses=(
             Course(f'kvscope_time_to_first_token_seconds_bucket{{{MC},instance="a:1",le="640.0"}}', "counter", 10, 9, 0),

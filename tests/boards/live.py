@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -29,6 +30,7 @@ from observability.engine.executor.torch_executor import TorchExecutor
 from observability.engine.loop import EngineThread
 from observability.engine.model.loading import load_model
 from observability.engine.types import EngineConfig, Request, SamplingParams
+from observability.errors import KvscopeError
 from observability.telemetry.recorder import Telemetry
 from tests.gpu.conftest import HEALTHY
 
@@ -63,16 +65,25 @@ class LoadedEngine:
         self.overload, self.paused = threading.Event(), threading.Event()
         self._stop = threading.Event()
         self._load = threading.Thread(target=self._send, name="load", daemon=True)
+        self._job = threading.Thread(target=self._stall, name="job", daemon=True)
 
     def start(self) -> None:
         self.thread.start()
         self._load.start()
+        self._job.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._load.join(10)
+        self._job.join(10)
         self.thread.stop()
         self.exporter.stop()
+
+    def _stall(self) -> None:
+        """A job that holds up the engine's thread for 0.3 s every 1.3 s."""
+        while not self._stop.wait(1.0):
+            with contextlib.suppress(KvscopeError):  # the engine has stopped
+                self.engine.call(lambda: time.sleep(0.3)).result()
 
     def _send(self) -> None:
         """A few requests at a time, short and of three classes; in overload, hundreds that need half of the pool each."""

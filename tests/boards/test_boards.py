@@ -362,6 +362,7 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
     shown = {s.name for panel in EVERY for t in panel["targets"] for s, _ in selectors(fill(t["expr"]))}
     elsewhere = {
         "model:kvscope_prompt_tokens:rate5m": "the board shows tokens computed, which cached ones are not",
+        "model:kvscope_stalls:rate5m": "the board shows the time that they take, and how regular they are",
         "model:kvscope_kv_stored_tokens:sum": "inside internal fragmentation",
         "model_length_bucket:kvscope_kv_hittable_tokens:rate5m": "divisor of the hit rate of hittable tokens",
         "model_length_bucket:kvscope_kv_hit_tokens:rate5m": "numerator of both hit rates",

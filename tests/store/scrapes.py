@@ -80,6 +80,8 @@ class FakeEngine:
             self.add(c.KV_QUERIED_TOKENS, prompt, length)
             self.add(c.KV_HITTABLE_TOKENS, prompt // 16 * 16, length)
             self.add(c.KV_HIT_TOKENS, rng.randrange(prompt + 1), length, "device")
+            self.add(c.STALLS, duration > 5)
+            self.add(c.STALL_SECONDS, duration / 5 if duration > 5 else 0)
             self.add(c.PREEMPTIONS, rng.random() < 0.1, "kv_exhausted")
             self.add(c.KV_EVICTED_BLOCKS, rng.randrange(5))
             self.add(c.STEP_TOKENS, prompt, "prefill")

@@ -34,6 +34,8 @@ OF_MECHANISMS = {
 }  # fmt: skip
 #: Need a crowded cache whose content is asked for again, see test_residency.
 OF_RESIDENCY = {c.KV_REGRET, c.KV_EVICTION_MEMORY}
+#: Nothing holds the engine up here, see test_stalls.
+OF_STALLS = {c.STALLS, c.STALL_SECONDS, c.STALL_GAPS, c.STALL_GAP_SECONDS, c.STALL_GAP_SQUARES}
 #: Written by the exporter, see test_exporter.
 OF_THE_EXPORTER = {c.SCRAPE_SECONDS, c.SCRAPE_SERIES}
 #: Of GPUs and copies to them, see tests/gpu; of forecasts, see tests/forecast/test_exporter.py.
@@ -123,7 +125,7 @@ def traffic() -> Traffic:
 
 @pytest.mark.parametrize(
     "family",
-    [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER | OF_MECHANISMS | OF_RESIDENCY | OF_GPUS],
+    [f for f in c.FAMILIES if f not in CONSTANT | OF_THE_EXPORTER | OF_MECHANISMS | OF_RESIDENCY | OF_STALLS | OF_GPUS],
     ids=lambda f: f.name,
 )
 def test_every_family_changes_under_traffic(traffic: Traffic, family: c.Family) -> None:
