@@ -67,6 +67,13 @@ class WaitingQueues:
             self._promote(now)
         return next(iter(self), None)
 
+    def next_overdue(self) -> float | None:
+        """When the next request becomes overdue, from which on another one may be the head; None if none will."""
+        if len(self._queues) == 1:
+            return None
+        firsts = (next(iter(queue)).arrival for queue in self._queues if queue)
+        return min((arrival + self._max_wait_seconds for arrival in firsts), default=None)
+
     def _promote(self, now: float) -> None:
         late: list[Request] = []
         for queue in self._queues:

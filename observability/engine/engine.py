@@ -221,8 +221,10 @@ class Engine:
         return True
 
     def _next_event(self, until: float | None) -> float | None:
-        """When a run of equal steps must end at the latest: what it is told, a load that ends, a deadline, a look of the controller."""
+        """When a run of equal steps must end at the latest: what it is told, a load that ends, a deadline, a request that becomes
+        overdue, a look of the controller."""
         events = [until, self.kv.next_arrival(), self._deadlines[0][0] if self._deadlines else None]
+        events.append(self.scheduler.next_overdue())
         events.append(self.controller.next_look if self.controller is not None else None)
         return min((event for event in events if event is not None), default=None)
 

@@ -93,6 +93,10 @@ class Scheduler:
         """Requests that have no first token yet."""
         return chain(self._queues, self.loading, self.prefilling)
 
+    def next_overdue(self) -> float | None:
+        """When a waiting request may become the head by the passing of time alone."""
+        return self._queues.next_overdue()
+
     def add(self, request: Request) -> None:
         """Puts a new request at the end of its queue."""
         self._queues.add(request)
@@ -147,7 +151,8 @@ class Scheduler:
         prefill = self._fill(budget)
         if not prefill and not decode and not self.loading and not self.kv.in_flight:
             raise IntegrityError("requests are waiting, none runs, and none can be admitted")
-        repeats = self._repeats(decode) if self._virtual and decode and not prefill else 1
+        # After a preemption nobody was considered: whoever there is room for is admitted in the next step.
+        repeats = self._repeats(decode) if self._virtual and decode and not prefill and not preempted else 1
         return StepPlan(prefill, decode, repeats)
 
     def _fill(self, budget: int) -> list[Chunk]:
@@ -340,7 +345,8 @@ class Scheduler:
     def _repeats(self, decode: list[Request]) -> int:
         """How often this decode-only step can run with nobody finishing, being admitted or being preempted.
 
-        Waiting requests do not cut it short: decodes only take blocks, and seats and blocks come back when one finishes.
+        Waiting requests do not cut it short: the head was refused, decodes only take blocks, and seats and blocks come back when one
+        finishes. Where another one becomes the head, Engine cuts the run (next_overdue).
         Blocks needed on the way are taken when the run has ended (Engine.commit), as far as it really went. Paged sequences get what single
         steps would give; contiguous ones among them may find another block adjacent than they would have found in between, and what acts
         between two steps (compression, compaction, prefetch) acts between two runs.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from observability.catalog import CLASSES
 from observability.engine.types import PromptSpan
 from tests.engine.support import (
     VOCABULARY,
@@ -188,3 +192,38 @@ def test_fast_forward_gives_what_single_steps_give(config, load, unbounded, tick
         return ended, counters, seen, engine.executor.clock.now()
 
     assert run(True) == run(False)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"max_wait_seconds": 0.5}, {"max_wait_seconds": 0.5, "max_num_seqs": 3}],
+    ids=["preemptions", "overdue requests", "few seats"],
+)
+def test_in_a_crowded_pool_a_run_of_steps_ends_where_a_waiting_request_can_be_admitted(
+    more: dict[str, object],
+) -> None:
+    small = {"contiguous_below": 0, "num_blocks": 44, "max_model_len": 150} | more
+    preempted = 0
+    for seed in (14, 29, 37, 50, 118, *range(20)):
+        ended = []
+        for fast_forward in (True, False):
+            rng, clock = random.Random(seed), 0.0
+            engine = make_engine(TimedExecutor(fast_forward=fast_forward), **small)
+            requests = []
+            for _ in range(rng.randint(3, 15)):
+                clock += rng.choice([0, 0.05, 0.3, 1.0, 3.0]) * rng.random()
+                prompt = PromptSpan(rng.randint(1, 80), tuple(rng.randint(0, 1) for _ in range(10)), 8)
+                tokens, name = rng.randint(1, 60), rng.choice(CLASSES)
+                deadline = clock + rng.choice([0.1, 0.5, 1, 2, 5]) if rng.random() < 0.2 else None
+                requests.append(make_request(prompt, tokens, arrival=clock, request_class=name, deadline=deadline))
+            engine.run(iter(requests))
+            assert_idle_and_whole(engine)
+            order = {request.request_id: i for i, request in enumerate(requests)}
+            found = sorted(
+                (order[r.request_id], r.scheduled, r.first_token, r.finished, r.outcome, r.preemptions)
+                for r in engine.telemetry.finished
+            )
+            ended.append((found, Exposition(engine).value("kvscope_steps")))
+            preempted += sum(r.preemptions for r in engine.telemetry.finished)
+        assert ended[0] == ended[1], seed
+    assert preempted > 20
