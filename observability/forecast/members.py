@@ -124,14 +124,15 @@ def regressions(
 
 
 def _features(z: np.ndarray) -> np.ndarray:
-    """[steps, features], each looking back only and relative to the value now: lags, means, and the day's shape ahead."""
+    """[steps, features], each looking back only and relative to the value now: lags, means, and the day's shape ahead. Columns lie
+    together in memory, as they are made."""
     calm = trailing_mean(z, 5)
     move = [delayed(calm, DAY - h - 2) - delayed(calm, DAY - 2) for h in range(1, HORIZON_STEPS + 1)]
     sharp = [delayed(z, DAY - h) - delayed(z, DAY) for h in (1, HORIZON_STEPS)]
     days = [_same_time(calm, h) - z for h in (1, 3, HORIZON_STEPS)]
     return np.stack(
-        [*(delayed(z, lag) - z for lag in _LAGS), *(trailing_mean(z, n) - z for n in _MEANS), *move, *sharp, *days], axis=1
-    )  # fmt: skip
+        [*(delayed(z, lag) - z for lag in _LAGS), *(trailing_mean(z, n) - z for n in _MEANS), *move, *sharp, *days]
+    ).T  # fmt: skip
 
 
 def _same_time(calm: np.ndarray, h: int) -> np.ndarray:
@@ -156,24 +157,41 @@ def _ridge(features: np.ndarray, targets: np.ndarray, weights: np.ndarray, kind:
         return np.zeros_like(y), np.zeros(HORIZON_STEPS)
     x = features / (np.sqrt(given @ features**2 / given.sum()) + 1e-12)
     unit = np.eye(width)
-    for _ in range(kind.passes):
-        weighted = x * weights[:, None]
-        found = np.linalg.solve(weighted.T @ x + kind.penalty * weights.sum() * unit, weighted.T @ y)
-        off = np.abs(y - x @ found).mean(axis=1)
-        usual = float(np.median(off[usable])) + 1e-12
-        weights = given * usual / np.maximum(off, _LEAST * usual)
-    weighted = x * weights[:, None]
+    if kind.passes:
+        weights = _reweighted(x, y, given, kind)
+    root = np.sqrt(weights)[:, None]  # a product of a matrix with itself costs half of one with another
+    weighted, weighted_y = x * root, y * root
     blocks = [(max(0, end - _BLOCK), end) for end in range(steps, 0, -_BLOCK)]
     powers = np.empty((len(blocks) + 1, width, width))
     products = np.empty((len(blocks) + 1, width, HORIZON_STEPS))
-    powers[-1], products[-1] = weighted.T @ x, weighted.T @ y
+    powers[-1], products[-1] = weighted.T @ weighted, weighted.T @ weighted_y
     for i, (start, end) in enumerate(blocks):
-        rows = slice(max(0, start - HORIZON_STEPS), end + HORIZON_STEPS)
-        powers[i] = powers[-1] - weighted[rows].T @ x[rows]
-        products[i] = products[-1] - weighted[rows].T @ y[rows]
+        near = weighted[max(0, start - HORIZON_STEPS) : end + HORIZON_STEPS]
+        powers[i] = powers[-1] - near.T @ near
+        products[i] = products[-1] - near.T @ weighted_y[max(0, start - HORIZON_STEPS) : end + HORIZON_STEPS]
     found = np.linalg.solve(powers + kind.penalty * weights.sum() * unit, products)
     past = np.concatenate([x[start:end] @ found[i] for i, (start, end) in reversed(list(enumerate(blocks)))])
     return past, x[-1] @ found[-1]
+
+
+def _reweighted(x: np.ndarray, y: np.ndarray, given: np.ndarray, kind: Kind) -> np.ndarray:
+    """Weights [steps] under which squares are nearly absolute errors; rows whose `given` weight is 0 stay out. Single precision
+    is enough for a weight."""
+    size = float(np.abs(y).max()) + 1e-12
+    used = given > 0
+    x, y = x[used].astype(np.float32), (y[used] / size).astype(np.float32)
+    start = weights = (given[used] / given.max()).astype(np.float32)
+    unit, mean = np.eye(x.shape[1], dtype=np.float32), np.full(HORIZON_STEPS, 1.0 / HORIZON_STEPS, dtype=np.float32)
+    for _ in range(kind.passes):
+        root = np.sqrt(weights)[:, None]
+        weighted = x * root
+        found = np.linalg.solve(weighted.T @ weighted + kind.penalty * weights.sum() * unit, weighted.T @ (y * root))
+        off = np.abs(y - x @ found) @ mean
+        usual = np.median(off) + np.float32(1e-9)
+        weights = start * usual / np.maximum(off, np.float32(_LEAST) * usual)
+    out = np.zeros(len(given))
+    out[used] = weights * given.max()
+    return out
 
 
 def trailing_mean(z: np.ndarray, steps: int) -> np.ndarray:
