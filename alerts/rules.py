@@ -87,18 +87,18 @@ def rule_groups(area: str, rules: Sequence[dict[str, Any]], kind: str) -> Iterat
         yield {"name": f"kvscope-{area}{suffix}-{kind}", "interval": interval, "rules": part}
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Writes texts of several lines as blocks."""
 
 
-_Dumper.add_representer(
+Dumper.add_representer(
     str, lambda d, text: d.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 )
 
 
 def dump(body: dict[str, Any]) -> str:
     """YAML of `body`, each expression on one line."""
-    return yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=10_000)
+    return yaml.dump(body, Dumper=Dumper, sort_keys=False, width=10_000)
 
 
 def to_yaml(

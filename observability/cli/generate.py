@@ -19,6 +19,7 @@ Examples:
 
 def generated_files() -> dict[str, str]:
     """Path below the repository -> text: boards, rules, the kustomize base, the references of metrics and adapters."""
+    from alerts import grafana
     from dashboards import kubernetes
     from exporters.adapters.reference import page
     from observability.cli import boards, rules
@@ -28,6 +29,7 @@ def generated_files() -> dict[str, str]:
     out = {f"dashboards/generated/{name}": text for name, text in made.items()}
     out["docs/metrics.md"] = reference()
     out |= {f"alerts/generated/{name}": text for name, text in rule_files.items()}
+    out["alerts/generated/grafana/kvscope-alerts.yml"] = grafana.provisioning_file()
     out |= kubernetes.files({name: rule_files[name] for name in (rules.RECORDING, rules.ALERTS)}, made)
     out["docs/adapters.md"] = page()
     return out

@@ -119,15 +119,15 @@ class Webhook:
     """Receives Alertmanager's notifications on the loopback."""
 
     server: http.server.ThreadingHTTPServer = field(init=False)
-    alerts: list[dict[str, Any]] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # path without its slash, alert
 
     def __post_init__(self) -> None:
-        received = self.alerts
+        received = self.told
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                received.extend(body["alerts"])
+                received.extend((self.path.strip("/"), alert) for alert in body["alerts"])
                 self.send_response(200)
                 self.end_headers()
 
@@ -140,6 +140,10 @@ class Webhook:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}/"
+
+    @property
+    def alerts(self) -> list[dict[str, Any]]:
+        return [alert for _, alert in self.told]
 
     def firing(self) -> dict[str, dict[str, Any]]:
         return {a["labels"]["alertname"]: a for a in list(self.alerts) if a["status"] == "firing"}

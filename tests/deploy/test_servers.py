@@ -3,7 +3,9 @@ shared secret from end to end. Only paths, ports and host names are put in the m
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,12 +58,58 @@ def test_amtool_accepts_the_configuration(program: Callable[[str], str]) -> None
     config = DEPLOY / "alertmanager/alertmanager.yml"
     done = subprocess.run([program("amtool"), "check-config", config], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for severity in ("critical", "warning"):
+    for severity, receiver in {"critical": "page", "warning": "ticket", "info": "log"}.items():
         route = subprocess.run(
             [program("amtool"), "config", "routes", "test", f"--config.file={config}", f"severity={severity}"],
             capture_output=True, text=True,
         )  # fmt: skip
-        assert route.stdout.strip() == "page"
+        assert route.stdout.strip() == receiver
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        ({"alertname": "KvscopeSchedulerStuck", "severity": "critical", "model": "m", "instance": "a:1"}, "page"),
+        (
+            {
+                "alertname": "KvscopeTTFTBudgetBurn",
+                "severity": "critical",
+                "model": "m",
+                "class": "standard",
+                "window": "1h",
+            },
+            "page",
+        ),
+        (
+            {
+                "alertname": "KvscopeTTFTBudgetBurn",
+                "severity": "warning",
+                "model": "m",
+                "class": "standard",
+                "window": "3d",
+            },
+            "ticket",
+        ),
+        ({"alertname": "KvscopePeriodicStall", "severity": "warning"}, "ticket"),
+        ({"alertname": "SomebodyElses"}, "log"),
+    ],
+)
+def test_alerts_go_where_their_severity_says(
+    program: Callable[[str], str], labels: dict[str, str], receiver: str
+) -> None:
+    config = DEPLOY / "alertmanager/alertmanager.yml"
+    argv = [program("amtool"), "config", "routes", "test", f"--config.file={config}", f"--verify.receivers={receiver}"]
+    done = subprocess.run([*argv, *(f"{k}={v}" for k, v in labels.items())], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_severity_of_the_rules_has_a_route_and_inhibitions_name_real_alerts() -> None:
+    config = yaml.safe_load((DEPLOY / "alertmanager/alertmanager.yml").read_text())
+    routed = {matcher for route in config["route"]["routes"] for matcher in route["matchers"]}
+    assert routed == {f'severity="{alert.severity}"' for alert in rules.ALERTS}
+    named = set(re.findall(r"Kvscope\w+", json.dumps(config["inhibit_rules"])))
+    assert named <= set(rules.ALERT_NAMES)
+    assert config["route"]["group_by"] == ["alertname", "model"]
 
 
 def test_secrets_are_random_kept_and_readable_by_the_services(secrets: Path) -> None:
