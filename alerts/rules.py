@@ -47,7 +47,11 @@ def named(name: str) -> Alert:
 
 #: Where a signal is recorded: the first area that has a part of its name; those of no area are load.
 _AREAS: dict[str, tuple[str, ...]] = {
-    "latency": (f":{c.PHASE_SECONDS.name}:", *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES)),
+    "latency": (
+        f":{c.PHASE_SECONDS.name}:",
+        ":kvscope_request_length_phase_",
+        *(f":{x.family.name}:" for x in o.LATENCY_OBJECTIVES),
+    ),
     "tenants": (":kvscope_tenant_",),
     "residency": ("kv_block_", "kv_live_block_", "kv_idle_before_", "kv_reuse_gap_", "kv_regret"),
     "gpu": (":kvscope_gpu_", ":kvscope_hardware_", ":kvscope_kv_copy_"),

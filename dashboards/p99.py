@@ -20,6 +20,7 @@ from dashboards.panels import (
 from dashboards.shared import (
     COMPONENT_COLORS,
     KV_EXHAUSTED,
+    LENGTH_COLORS,
     NAMED_LEGEND,
     NO_TENANTS,
     NO_TRAFFIC,
@@ -125,9 +126,33 @@ def makeup() -> Section:
         min=0,
         color={"mode": "fixed", "fixedColor": "blue"},
     )
+    legend: Json = {"legend": {**NAMED_LEGEND["legend"], "sortBy": "Name", "sortDesc": False}}
+    lengths = stack(
+        TTFT_BURN,
+        "Which prompt lengths are the slowest 1 %?",
+        "Share of the slowest 1 % of served requests by prompt length; adds up to 100 %. One length far above its share of the traffic (panel "
+        "on prompt lengths, board KV cache): look at its hit rate. Shares like the traffic's: length is not the reason.",
+        "percentunit",
+        query(signal("model_length_bucket:kvscope_request_length_phase_requests:p99_tail_mean5m"), "{{length_bucket}}"),
+        overrides=color_overrides(LENGTH_COLORS),
+        options=legend,
+        max=1,
+        when_empty=NO_TRAFFIC,
+    )
+    length_seconds = stack(
+        TTFT_BURN,
+        "How much of the slowest 1 % does each length take?",
+        "Mean latency of the slowest 1 % of served requests, split by prompt length: adds up to the same seconds as the split by state above. "
+        "A length that is few of the requests and most of the seconds holds the tail alone.",
+        "s",
+        query(signal("model_length_bucket:kvscope_request_length_phase_seconds:p99_tail_mean5m"), "{{length_bucket}}"),
+        overrides=color_overrides(LENGTH_COLORS),
+        options=legend,
+        when_empty=NO_TRAFFIC,
+    )
     return Section(
         "$model: where do slow requests spend their time?",
-        [Line(9, [by_state, by_component]), Line(9, [largest, _compare()])],
+        [Line(9, [by_state, by_component]), Line(9, [largest, _compare()]), Line(8, [lengths, length_seconds])],
         repeat_for="model",
     )
 

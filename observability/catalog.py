@@ -249,6 +249,15 @@ PHASE_REQUESTS = _counter(
     "kvscope_request_phase_requests", "requests", ("model", "gt"),
     "Served requests slower than `gt` seconds; gt=0 counts all. Divisor of kvscope_request_phase_seconds_total.",
 )  # fmt: skip
+PHASE_LENGTH_SECONDS = _counter(
+    "kvscope_request_length_phase_seconds", "seconds", ("model", "length_bucket", "gt"),
+    "Latency of served requests slower than `gt` seconds, by prompt length: kvscope_request_phase_seconds_total of the same gt, split "
+    "another way.",
+)  # fmt: skip
+PHASE_LENGTH_REQUESTS = _counter(
+    "kvscope_request_length_phase_requests", "requests", ("model", "length_bucket", "gt"),
+    "Served requests slower than `gt` seconds, by prompt length: kvscope_request_phase_requests_total, split.",
+)  # fmt: skip
 
 # Prefix cache
 KV_LOOKUPS = _counter(
@@ -716,6 +725,8 @@ IDENTITIES: tuple[tuple[str, str], ...] = (
     ("sum(kvscope_request_duration_seconds_count)", 'sum(kvscope_requests_total{outcome=~"stop|length"})'),
     ('sum(kvscope_request_phase_requests_total{gt="0"})', "sum(kvscope_request_duration_seconds_count)"),
     ('sum(kvscope_request_phase_seconds_total{gt="0"})', "sum(kvscope_request_duration_seconds_sum)"),
+    ("sum(kvscope_request_length_phase_requests_total)", "sum(kvscope_request_phase_requests_total)"),
+    ("sum(kvscope_request_length_phase_seconds_total)", "sum(kvscope_request_phase_seconds_total)"),
     (
         "sum(kvscope_inter_token_latency_seconds_count)",
         "sum(kvscope_generation_tokens_total) - sum(kvscope_time_to_first_token_seconds_count)",

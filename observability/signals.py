@@ -202,17 +202,18 @@ class LifetimeQuantile:
 
 @dataclass(frozen=True)
 class TailMean:
-    """Mean seconds by state and component of the slowest requests: the tightest latency bound that still holds at
-    least the slowest 1 - q of the served requests (kvscope_request_phase_*; exact within TAIL_BOUNDS).
+    """Mean of a tail family over the slowest requests: those above the tightest latency bound that still holds at least the slowest
+    1 - q of the served requests (kvscope_request_phase_*; exact within TAIL_BOUNDS).
 
-    The sum over all `by` labels beyond `model` is the mean latency of those requests.
+    Of seconds, the sum over all `by` labels beyond `model` is the mean latency of those requests; of requests, it is 1.
     """
 
     q: float
     by: tuple[str, ...]
+    family: Family = c.PHASE_SECONDS
 
     def promql(self) -> str:
-        seconds = f"sum by ({', '.join((*self.by, 'gt'))}) (rate({c.PHASE_SECONDS.series}[{WINDOW}]))"
+        seconds = f"sum by ({', '.join((*self.by, 'gt'))}) (rate({self.family.series}[{WINDOW}]))"
         requests = f"sum by (model, gt) (rate({c.PHASE_REQUESTS.series}[{WINDOW}]))"
         everyone = f'sum by (model) (rate({c.PHASE_REQUESTS.series}{{gt="0"}}[{WINDOW}]))'
         share = f"{requests} / on (model) group_left () {everyone}"
@@ -334,6 +335,17 @@ def _makeup_signals() -> list[Signal]:
             "seconds", TailMean(q, ("model", "state", "component")), ("model", "state", "component"),
         )
         for q in QUANTILES
+    ] + [
+        Signal(
+            "model_length_bucket:kvscope_request_length_phase_seconds:p99_tail_mean5m",
+            "Mean latency of the slowest 1 % of requests by prompt length",
+            "seconds", TailMean(0.99, ML, c.PHASE_LENGTH_SECONDS), ML,
+        ),
+        Signal(
+            "model_length_bucket:kvscope_request_length_phase_requests:p99_tail_mean5m",
+            "Share of the slowest 1 % of requests by prompt length",
+            "ratio", TailMean(0.99, ML, c.PHASE_LENGTH_REQUESTS), ML, UNIT,
+        ),
     ]  # fmt: skip
 
 

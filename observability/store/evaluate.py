@@ -250,8 +250,8 @@ class _Compiler:
                 return self._survival()
             case LifetimeQuantile(q, survival):
                 return self._lifetime_quantile(q, self.node(survival))
-            case TailMean(q, by):
-                return self._tail_mean(q, by)
+            case TailMean(q, by, family):
+                return self._tail_mean(q, by, family)
 
     def _select(self, family: Family, where: Where) -> tuple[list[Labels], np.ndarray]:
         def wanted(labels: Labels) -> bool:
@@ -263,10 +263,10 @@ class _Compiler:
         found = sorted(((i, labels) for i, labels in found if wanted(labels)), key=lambda pair: sorted(pair[1].items()))
         return [labels for _, labels in found], np.array([i for i, _ in found], dtype=np.int64)
 
-    def _tail_mean(self, q: float, by: tuple[str, ...]) -> _Compiled:
+    def _tail_mean(self, q: float, by: tuple[str, ...], family: Family) -> _Compiled:
         """sum by (seconds / tail), where tail is for each model the requests above the one bound whose share of all
         requests is the smallest that is at least 1 - q (`bottomk by (model) (1, share >= ...)`)."""
-        seconds = self.node(Aggregate("sum", Rate(catalog.PHASE_SECONDS), (*by, "gt")))
+        seconds = self.node(Aggregate("sum", Rate(family), (*by, "gt")))
         requests = self.node(Aggregate("sum", Rate(catalog.PHASE_REQUESTS), ("model", "gt")))
         everyone = Aggregate("sum", Rate(catalog.PHASE_REQUESTS, {"gt": "0"}), ("model",))
         share = self.node(Ratio(Aggregate("sum", Rate(catalog.PHASE_REQUESTS), ("model", "gt")), everyone, ("model",)))
@@ -464,7 +464,7 @@ def _families(node: Node) -> list[Family]:
             return _families(a) + _families(b)
         case Survival() | LifetimeQuantile():
             return [catalog.KV_EVICTED_AGES, catalog.KV_EXPOSED]
-        case TailMean():
-            return [catalog.PHASE_SECONDS, catalog.PHASE_REQUESTS]
+        case TailMean(_, _, family):
+            return [family, catalog.PHASE_REQUESTS]
         case Aggregate(_, of, _) | Quantile(_, of) | OneMinus(of) | Sqrt(of) | Decibel(of) | Age(of):
             return _families(of)

@@ -133,6 +133,8 @@ class Cells(StepClock):
         self._tail_bounds = buckets.tail
         self._tail_seconds = np.zeros((len(buckets.tail), len(c.STATES) * _COMPONENTS))
         self._tail_requests = np.zeros(len(buckets.tail))
+        # The same by prompt length: requests and seconds. A length that nobody was served of has no series.
+        self._tail_lengths = np.zeros((2, len(buckets.tail), len(c.LENGTH_BUCKETS)))
         # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
         self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
         self._tier_used = [tier == "device" for tier in c.TIERS]
@@ -192,6 +194,10 @@ class Cells(StepClock):
         )
         yield Block(c.PHASE_SECONDS, tail, lambda _: self._read_tail_seconds())
         yield Block(c.PHASE_REQUESTS, tuple(("_total", (m, gt)) for gt in above), lambda _: self._read_tail_requests())
+
+        lengths = tuple(("_total", (m, bucket, gt)) for gt in above for bucket in c.LENGTH_BUCKETS)
+        yield Block(c.PHASE_LENGTH_SECONDS, lengths, lambda _: self._read_tail_lengths(1))
+        yield Block(c.PHASE_LENGTH_REQUESTS, lengths, lambda _: self._read_tail_lengths(0))
 
         yield counters(c.KV_LOOKUPS, by_length, self._lookups)
         yield counters(c.KV_QUERIED_TOKENS, by_length, self._queried)
@@ -289,6 +295,12 @@ class Cells(StepClock):
         used[_DEQUANT] = quantized or self.seconds[_DEQUANT] > 0.0
         used[_KV_MOVE] = self.mechanisms.expects_move(*range(len(c.MOVES))) or self.seconds[_KV_MOVE] > 0.0
         return used
+
+    def _read_tail_lengths(self, which: int) -> list[float]:
+        above = np.cumsum(self._tail_lengths[:, ::-1], axis=1)[:, ::-1]
+        above[:, :, above[0, 0] == 0.0] = nan  # the lowest bound counts everyone
+        flat: list[float] = above[which].ravel().tolist()
+        return flat
 
     def _read_tail_requests(self) -> list[float]:
         counts: list[float] = np.cumsum(self._tail_requests[::-1])[::-1].tolist()

@@ -383,6 +383,8 @@ class Telemetry(Cells):
                 slower_than = max(bisect_left(self._tail_bounds, duration) - 1, 0)
                 self._tail_requests[slower_than] += 1
                 self._tail_seconds[slower_than] += matrix
+                self._tail_lengths[0, slower_than, trace.length_bucket] += 1.0
+                self._tail_lengths[1, slower_than, trace.length_bucket] += duration
         elif not ordered:
             self._anomalies[p.MILESTONE_ORDER] += 1
         record = RequestRecord(

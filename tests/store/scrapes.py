@@ -68,13 +68,15 @@ class FakeEngine:
             parts: dict[tuple[str, str], float] = defaultdict(float)
             for _ in range(5):
                 parts[rng.choice(c.STATES[:2]), rng.choice(c.COMPONENTS[4:7])] += duration / 5
+            prompt = int(rng.lognormvariate(8, 1.5))
+            length = c.LENGTH_BUCKETS[c.length_bucket(prompt)]
             for bound in c.TAIL_BOUNDS:
                 slower = duration > bound
                 self.add(c.PHASE_REQUESTS, slower, f"{bound:g}")
+                self.add(c.PHASE_LENGTH_REQUESTS, slower, length, f"{bound:g}")
+                self.add(c.PHASE_LENGTH_SECONDS, duration * slower, length, f"{bound:g}")
                 for (state, component), seconds in parts.items():
                     self.add(c.PHASE_SECONDS, seconds * slower, state, component, f"{bound:g}")
-            prompt = int(rng.lognormvariate(8, 1.5))
-            length = c.LENGTH_BUCKETS[c.length_bucket(prompt)]
             self.add(c.PROMPT_TOKENS, prompt, request_class)
             self.add(c.GENERATION_TOKENS, 9, request_class)
             self.add(c.KV_QUERIED_TOKENS, prompt, length)
