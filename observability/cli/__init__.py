@@ -21,14 +21,21 @@ app = typer.Typer(
 )
 
 root = app  # importing cli/app.py below binds the name `app` to that module
-for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.startswith("_"):  # __main__ runs the command, it adds none
-        importlib.import_module(f"{__name__}.{_module.name}").register(root)
+#: What is wrong with the environment, found while loading the commands; told by `main` as any other error.
+_broken: KvscopeError | None = None
+try:
+    for _module in pkgutil.iter_modules(__path__):
+        if not _module.name.startswith("_"):  # __main__ runs the command, it adds none
+            importlib.import_module(f"{__name__}.{_module.name}").register(root)
+except KvscopeError as error:
+    _broken = error
 
 
 def main() -> None:
     """Runs the command line; a KvscopeError becomes its message on standard error and its exit code."""
     try:
+        if _broken is not None:
+            raise _broken
         root()
     except KvscopeError as error:
         console = Console(stderr=True, highlight=False)
