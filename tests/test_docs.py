@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -30,7 +31,7 @@ from observability.engine.router import Router, RouterSettings
 from observability.engine.settings import parse_settings
 from observability.engine.types import ControllerConfig, DegradeRecord, EngineConfig
 from observability.signals import SIGNALS
-from tests.conftest import REPO
+from tests.conftest import REPO, require
 
 PAGES = (REPO / "README.md", *sorted((REPO / "docs").glob("*.md")))
 ENGINE_PAGE = (REPO / "docs/engine.md").read_text()
@@ -182,3 +183,10 @@ def test_kv_bytes_of_the_presets_are_as_the_engine_page_says() -> None:
     assert f"`tiny-mla` takes {slope:,.0f} B per token and {fixed:,} B per sequence in float32" in text
     assert f"`tiny`, as wide and deep with ordinary attention, takes {ordinary:,.0f} B per token" in text
     assert nothing == 0
+
+
+def test_no_file_holds_the_marks_of_a_merge() -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
+    require(bool(names), "not a git checkout")
+    marks = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    assert [name for name in names if (REPO / name).is_file() and marks.search((REPO / name).read_bytes())] == []
