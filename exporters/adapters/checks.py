@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -150,7 +151,10 @@ def coarse_elsewhere(adapter: Adapter, page: Page) -> Iterator[Finding]:
             continue
         counts: dict[float, float] = defaultdict(float)
         for sample in page.by_name[f"{family}_bucket"]:
-            counts[float(sample.labels.get("le", "inf") or "inf")] += sample.value
+            try:
+                counts[float(sample.labels["le"])] += sample.value
+            except (KeyError, ValueError):  # said by `histograms`
+                continue
         found = sorted(counts.items())
         if found and found[-1][1] > 0 and found[0][1] > found[-1][1] / 2:
             coarse.append(f"{family} (below {found[0][0]:g})")
@@ -181,10 +185,10 @@ def ranks(adapter: Adapter, page: Page) -> Iterator[Finding]:
     for label in adapter.ranks:
         by_name: dict[str, set[int]] = defaultdict(set)
         for sample in own(adapter, page):
-            if sample.labels.get(label, "").isdigit():
+            if re.fullmatch(r"[0-9]{1,20}", sample.labels.get(label, "")):
                 by_name[sample.name].add(int(sample.labels[label]))
         every = set().union(*by_name.values())
-        if len(every) > 4096:
+        if max(every, default=0) > 4096:  # an id, as Dynamo's worker_id, and no rank
             continue
         if missing := sorted(set(range(max(every, default=-1) + 1)) - every):
             yield Finding(
@@ -256,13 +260,11 @@ def old_names(adapter: Adapter, page: Page) -> Iterator[Finding]:
 
 def frozen(adapter: Adapter, before: Page, after: Page, seconds: float) -> Iterator[Finding]:
     """Gauges that say an engine works while none of its counters moves: left over from requests that are gone."""
-    moved = any(
-        new.value != old.value
-        for name, olds in before.by_name.items()
-        if name.startswith(adapter.prefixes) and name.endswith(("_total", "_count", "_sum"))
-        for old, new in zip(olds, after.by_name.get(name, olds), strict=False)
+    old, new = (
+        {(s.name, *sorted(s.labels.items())): s.value for s in own(adapter, page) if s.name.endswith(_COUNTERS)}
+        for page in (before, after)
     )
-    if moved:
+    if old != new:
         return
     for signal in ("model:kvscope_requests_running:sum", "model:kvscope_kv_usage:ratio"):
         feed = adapter.feeds.get(signal)
@@ -278,6 +280,9 @@ def frozen(adapter: Adapter, before: Page, after: Page, seconds: float) -> Itera
 
 def _others(sample: Sample) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((k, v) for k, v in sample.labels.items() if k != "le"))
+
+
+_COUNTERS = ("_total", "_count", "_sum")
 
 
 def _list(found: list[str]) -> str:

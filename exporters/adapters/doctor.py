@@ -10,7 +10,7 @@ import anyio
 import httpx
 
 from exporters.adapters import checks, readings
-from exporters.adapters.endpoint import Endpoint, Finding
+from exporters.adapters.endpoint import Endpoint, Finding, without_secrets
 from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capability
 from exporters.adapters.page import Page, parse
 from exporters.adapters.promql import names, objective_of
@@ -68,8 +68,8 @@ async def _examine(url: str, token: str | None, timeout: float, interval: float)
     async with Endpoint(url, token=token, timeout_seconds=timeout) as endpoint:
         answer = await endpoint.metrics()
         if isinstance(answer, Finding):
-            return Report(str(endpoint.url), findings=(answer,))
-        page = parse(answer)
+            return Report(without_secrets(str(endpoint.url)), findings=(answer,))
+        page = parse(answer, seconds=timeout)
         engine = recognize(page)
         if not engine:
             return Report(answer.url, findings=(*page.findings, *_unknown(page)))
@@ -81,19 +81,17 @@ async def _examine(url: str, token: str | None, timeout: float, interval: float)
                 found += check(adapter, page)
             if interval > 0:
                 await anyio.sleep(interval)
-                again = await endpoint.get(endpoint.url.copy_with(raw_path=_path(answer.url)))
+                again = await endpoint.get(
+                    endpoint.at(httpx.URL(answer.url).path) if not endpoint.has_path else endpoint.url
+                )
                 if isinstance(again, Finding):
                     found.append(again)
                 else:
-                    found += checks.frozen(adapter, page, parse(again), interval)
+                    found += checks.frozen(adapter, page, parse(again, seconds=timeout), interval)
         flags = tuple(flag for flag in adapter.flags if not _shown(adapter, page, flag)) if adapter else ()
         numbers = tuple(readings.read(adapter, page)) if adapter else ()
         states = tuple(_state(engine, signal, page) for signal in SIGNALS)
         return Report(answer.url, engine, TITLES[engine], version, numbers, states, flags, tuple(found))
-
-
-def _path(url: str) -> bytes:
-    return httpx.URL(url).raw_path
 
 
 def recognize(page: Page) -> str:

@@ -6,9 +6,13 @@ What goes wrong is a Finding, not an exception: an endpoint that misbehaves is w
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +26,20 @@ ACCEPT = "text/plain;version=0.0.4,application/openmetrics-text;version=1.0.0;q=
 TRTLLM_METRICS = "/prometheus/metrics"
 
 Level = Literal["error", "warning", "note"]
+#: Longest text that is shown of what an endpoint sent.
+MAX_TEXT = 600
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without what would steer a terminal, at most MAX_TEXT long."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def without_secrets(url: str) -> str:
+    """An address as it may be shown: no user, no password, no values of its query. Works on what is no address, too."""
+    url = re.sub(r"^([^/?#]*//)?[^/?#]*@", r"\1", url)
+    return re.sub(r"(?<==)[^&#]+(?=[^#]*)", "...", url) if "?" in url else url
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +50,10 @@ class Finding:
     code: str
     found: str
     do: str = ""
+
+    def __post_init__(self) -> None:  # both hold what an endpoint sent: names, headers, addresses
+        object.__setattr__(self, "found", printable(self.found))
+        object.__setattr__(self, "do", printable(self.do))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +72,29 @@ class Endpoint:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_seconds: float = 10.0) -> None:
+        named = printable(without_secrets(url))
         try:
-            parsed = httpx.URL(url if "://" in url else f"http://{url}")
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"{url!r} is not an address: {error}.", next_step=_EXAMPLE) from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"{url!r} is not an http address.", next_step=_EXAMPLE)
+            parsed = httpx.URL(url if "://" in url.partition("?")[0] else f"http://{url}")
+            usable = parsed.scheme in ("http", "https") and bool(parsed.host) and 0 < (parsed.port or 1) < 65536
+        except (httpx.InvalidURL, ValueError):  # its message may hold parts of the password
+            raise ConfigError(f"{named!r} is not an address.", next_step=_EXAMPLE) from None
+        if not usable:
+            raise ConfigError(f"{named!r} is not an http address.", next_step=_EXAMPLE)
         self.has_path = parsed.path not in ("", "/")
         self.url = parsed if self.has_path else parsed.copy_with(path="/metrics")
         self._timeout = timeout_seconds
         headers = {"Accept": ACCEPT, "Accept-Encoding": "gzip"}
-        if token:
+        if token := (token or "").strip():  # one read from a file ends in a line break
+            if not (token.isascii() and token.isprintable()):
+                raise ConfigError(
+                    "The token has characters that a header cannot carry.",
+                    next_step="Look for a line break or a quote that came along when it was copied.",
+                )
             headers["Authorization"] = f"Bearer {token}"
         self._client = httpx.AsyncClient(headers=headers, timeout=timeout_seconds, trust_env=False)
 
     async def __aenter__(self) -> Endpoint:
+        asyncio.get_running_loop().set_default_executor(_Abandonable())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,11 +104,12 @@ class Endpoint:
         """The same server at another path."""
         return self.url.copy_with(path=path, query=None)
 
-    async def get(self, url: httpx.URL, *, limit: int = MAX_BODY_BYTES) -> Answer | Finding:
+    async def get(self, asked: httpx.URL, *, limit: int = MAX_BODY_BYTES) -> Answer | Finding:
         """The answer, or why there is none."""
+        url = without_secrets(str(asked))
         try:
             with anyio.fail_after(self._timeout):
-                async with self._client.stream("GET", url) as answer:
+                async with self._client.stream("GET", asked) as answer:
                     return await self._take(url, answer, limit)
         except (TimeoutError, httpx.TimeoutException):
             return Finding(
@@ -98,9 +129,9 @@ class Endpoint:
                 "Check that the engine runs, and host and port.",
             )  # fmt: skip
 
-    async def _take(self, url: httpx.URL, answer: httpx.Response, limit: int) -> Answer | Finding:
+    async def _take(self, url: str, answer: httpx.Response, limit: int) -> Answer | Finding:
         if answer.is_redirect:
-            to = answer.headers.get("location", "nowhere")[:200]
+            to = without_secrets(answer.headers.get("location", "nowhere"))[:200]
             return Finding(
                 "error", "redirect", f"{url} answers {answer.status_code} and points to {to}.",
                 "Name the address that it points to, if it is the engine's; kvscope does not follow it, nor send a token there.",
@@ -115,13 +146,21 @@ class Endpoint:
             return Finding(
                 "error", "encoding", f"{url} is encoded as {encoding[:40]!r}, which was not asked for.", _STATUS_NEXT
             )
-        unpack = zlib.decompressobj(wbits=47) if encoding != "identity" else None  # 47: gzip or zlib, by its header
+        unpack = _unpacker() if encoding != "identity" else None
         body = bytearray()
+        raw = 0
         try:
             async for part in answer.aiter_raw():
-                # at most one byte beyond the limit is ever unpacked, whatever the ratio
-                body += unpack.decompress(part, limit + 1 - len(body)) if unpack else part
-                if len(body) > limit:
+                raw += len(part)
+                if unpack is None:
+                    body += part
+                while unpack is not None and part and len(body) <= limit:
+                    if unpack.eof:  # a stream may have several members, one after the other
+                        unpack = _unpacker()
+                    # at most one byte beyond the limit is ever unpacked, whatever the ratio
+                    body += unpack.decompress(part, limit + 1 - len(body))
+                    part = unpack.unused_data
+                if len(body) > limit or raw > limit:
                     return Finding(
                         "error", "too_large", f"{url} sent more than {limit >> 20} MiB{' unpacked' if unpack else ''}.",
                         "Check that it is a metrics page, and that no label has unbounded values.",
@@ -130,7 +169,7 @@ class Endpoint:
             return Finding("error", "encoding", f"{url} says gzip and is none: {error}.", _STATUS_NEXT)
         if unpack is not None and not unpack.eof:
             return Finding("error", "half_answer", f"{url} ends within its gzip stream.", "Check proxies between.")
-        return Answer(str(url), bytes(body), answer.headers.get("content-type", ""))
+        return Answer(url, bytes(body), answer.headers.get("content-type", ""))
 
     async def json(self, path: str) -> Any:
         """What a small JSON page of the server holds; None where there is none."""
@@ -140,17 +179,19 @@ class Endpoint:
         return _json(answer.body)
 
     async def metrics(self) -> Answer | Finding:
-        """The metrics page. Before anything at a path /metrics is read, two harmless pages say whether it would be TensorRT-LLM's
-        queue; that one is refused unread."""
-        if self.url.path.rstrip("/") != "/metrics":
+        """The metrics page. Before anything at a path that ends in /metrics is read, harmless pages beside it say whether it would
+        be TensorRT-LLM's queue; that one is refused unread."""
+        path = self.url.path.rstrip("/")
+        if not path.endswith("/metrics") or path.endswith(TRTLLM_METRICS):
             return await self.get(self.url)
-        other = await self.get(self.at(TRTLLM_METRICS))
+        above = path.removesuffix("/metrics")  # of a server behind a proxy: what all its paths begin with
+        other = await self.get(self.at(above + TRTLLM_METRICS))
         if isinstance(other, Answer) and b"trtllm_" in other.body:
             return _refuse(self.url) if self.has_path else other
         if isinstance(other, Finding) and other.code in ("no_answer", "timeout", "half_answer"):
             return other
-        models = await self.json("/v1/models")
-        if _owned_by_trtllm(models):
+        models = await self.json(above + "/v1/models")
+        if _owned_by_trtllm(models) or (models is None and _serves_trtllm(await self.json(above + "/openapi.json"))):
             return _refuse(self.url)
         answer = await self.get(self.url)
         if isinstance(answer, Answer) and is_trtllm_queue(answer.body):
@@ -160,6 +201,27 @@ class Endpoint:
                 f"Use {TRTLLM_METRICS} (return_perf_metrics: true makes it exist), and take {self.url.path} out of every scrape job.",
             )  # fmt: skip
         return answer
+
+
+class _Abandonable(ThreadPoolExecutor):
+    """Name look-ups of the event loop, each in a thread of its own that nothing waits for: one that hangs outlives its time limit,
+    and neither the loop's end nor the interpreter's waits for it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, name="kvscope-lookup", daemon=True).start()
+        return done
+
+
+def _unpacker() -> Any:
+    return zlib.decompressobj(wbits=47)  # gzip or zlib, by its header
 
 
 _EXAMPLE = "Give it as in kvscope doctor http://127.0.0.1:8000/metrics."
@@ -179,6 +241,12 @@ def _owned_by_trtllm(models: Any) -> bool:
     return any(isinstance(owner, str) and "tensorrt" in owner.lower() for owner in owners)
 
 
+def _serves_trtllm(described: Any) -> bool:
+    """Whether a server's own description of its paths has those that only TensorRT-LLM serve has."""
+    paths = described.get("paths") if isinstance(described, Mapping) else None
+    return isinstance(paths, Mapping) and bool({"/kv_cache_events", "/perf_metrics"} & paths.keys())
+
+
 def is_trtllm_queue(body: bytes) -> bool:
     """Whether `body` is what TensorRT-LLM serve answers at /metrics: a JSON list of iterations, empty where the queue was."""
     if body.strip() == b"[]":
@@ -195,6 +263,6 @@ def is_trtllm_queue(body: bytes) -> bool:
 def _refuse(url: httpx.URL) -> Finding:
     return Finding(
         "error", "trtllm_queue",
-        f"{url} is TensorRT-LLM's queue of iteration statistics, which a read empties: it was not read.",
+        f"{without_secrets(str(url))} is TensorRT-LLM's queue of iteration statistics, which a read empties: it was not read.",
         f"Use {TRTLLM_METRICS} of the same server, and take {url.path} out of every scrape job.",
     )  # fmt: skip

@@ -6,6 +6,7 @@ Lines are parsed by prometheus_client; a line that it refuses is counted and lef
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,11 +62,14 @@ def _samples(lines: list[str]) -> Iterator[Sample]:
 _REFUSED = (ValueError, IndexError, KeyError, TypeError, AttributeError)  # what the parser lets out on malformed lines
 
 
-def parse(answer: Answer) -> Page:
-    """`answer` as a page; where nothing of it is a sample, a page without samples and the finding that says what it is."""
+def parse(answer: Answer, *, seconds: float = 10.0) -> Page:
+    """`answer` as a page; where nothing of it is a sample, a page without samples and the finding that says what it is. A page that
+    takes longer than `seconds` is read in part, with a finding that says so."""
     findings = []
     text = answer.body.decode("utf-8", errors="replace")
-    if "�" in text and "�".encode() not in answer.body:
+    try:
+        answer.body.decode()
+    except UnicodeDecodeError:
         findings.append(
             Finding("warning", "not_utf8", "The page holds bytes that are not UTF-8; Prometheus refuses the whole page.", "Find the label value that brings them in.")
         )  # fmt: skip
@@ -87,7 +91,11 @@ def parse(answer: Answer) -> Page:
                     changed[name] = (types[name], kind)
         elif line:
             lines.append(_EXEMPLAR.sub("", line))
-    samples, bad = _parsed(lines)
+    samples, bad, done = _parsed(lines, time.monotonic() + seconds)
+    if done < len(lines):
+        findings.append(
+            Finding("warning", "too_many_series", f"Only {done:,} of {len(lines):,} lines were read, within {seconds:g} s.", "Look for a label without bounds: a scrape of this page is as slow.")
+        )  # fmt: skip
     if not samples:
         return Page((), types, (*findings, _what_it_is(answer, text)))
     if bad:
@@ -118,21 +126,23 @@ def parse(answer: Answer) -> Page:
 
 _CHUNK = 500
 _MOST_BAD = 1000
+#: No sample of an engine is longer; the parser's time grows with the square of a line's labels.
+_LONGEST = 1 << 16
 
 
-def _parsed(lines: list[str]) -> tuple[list[Sample], list[str]]:
-    """Samples, and lines that are none. A page without faults is parsed in one go; of one with faults the bad lines are searched
-    for, until there are so many that it is no page of metrics."""
-    try:
-        return list(_samples(lines)), []
-    except _REFUSED:
-        pass
+def _parsed(lines: list[str], until: float) -> tuple[list[Sample], list[str], int]:
+    """Samples, lines that are none, and how many lines were looked at by the monotonic time `until`. Of a part with a fault the bad
+    lines are searched for, until there are so many that it is no page of metrics."""
     samples: list[Sample] = []
     bad: list[str] = []
     for start in range(0, len(lines), _CHUNK):
+        if time.monotonic() > until:
+            return samples, bad, start
         chunk = lines[start : start + _CHUNK]
+        bad += [line for line in chunk if len(line) > _LONGEST]
+        chunk = [line for line in chunk if len(line) <= _LONGEST]
         try:
-            samples += _samples(chunk)
+            samples += list(_samples(chunk))
         except _REFUSED:
             for line in chunk:
                 try:
@@ -141,7 +151,7 @@ def _parsed(lines: list[str]) -> tuple[list[Sample], list[str]]:
                     bad.append(line)
         if len(bad) > _MOST_BAD:
             break
-    return samples, bad
+    return samples, bad, len(lines)
 
 
 def _what_it_is(answer: Answer, text: str) -> Finding:

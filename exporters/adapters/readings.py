@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from exporters.adapters.endpoint import printable
 from exporters.adapters.page import Page, Sample
 from exporters.adapters.promql import names
 from exporters.adapters.table import Adapter, Histogram, Level, Rate, Series, Share
@@ -28,6 +29,9 @@ class Reading:
     low: float | None = None
     high: float | None = None
     reason: str = ""
+
+    def __post_init__(self) -> None:  # a version, or a name, may be anything that an endpoint sent
+        object.__setattr__(self, "text", printable(self.text))
 
 
 def duration(seconds: float) -> str:
@@ -68,7 +72,15 @@ def find(adapter: Adapter, page: Page, series: Series, suffix: str = "") -> list
 def total(adapter: Adapter, page: Page, of: Iterable[Series]) -> float | None:
     """Sum over all series, None where none is there."""
     found = [sample.value for series in of for sample in find(adapter, page, series) if math.isfinite(sample.value)]
-    return math.fsum(found) if found else None
+    return _sum(found)
+
+
+def _sum(found: list[float]) -> float | None:
+    """None for the sum of nothing, and for one that no float can hold."""
+    try:
+        return math.fsum(found) if found else None
+    except OverflowError:
+        return None
 
 
 def buckets(adapter: Adapter, page: Page, series: Series) -> list[tuple[float, float]]:
@@ -107,8 +119,9 @@ def quantile(name: str, q: float, found: list[tuple[float, float]]) -> Reading:
 
 
 def _number(name: str, value: float | None, unit: str, reason: str) -> Reading:
-    if value is None:
-        return Reading(name, "unavailable", "unavailable", unit, reason=reason)
+    if value is None or not math.isfinite(value):
+        why = reason if value is None else "larger than a number can hold"
+        return Reading(name, "unavailable", "unavailable", unit, reason=why)
     return Reading(
         name, "measured", f"{value:.4g}" if unit == "ratio" else f"{value:,.0f} {unit}", unit, value, value, value
     )
@@ -130,7 +143,7 @@ def _gauge(adapter: Adapter, page: Page, name: str, signal: str, unit: str) -> R
         found += [-s.value for s in find(adapter, page, source.minus) if math.isfinite(s.value)]
     if not found:
         return Reading(name, "unavailable", "unavailable", unit, reason="its family is not on the page")
-    value = math.fsum(found) * source.of.scale
+    value = (_sum(found) or 0.0) * source.of.scale if _sum(found) is not None else math.inf
     if source.across == "mean" and len(found) > 1:
         mean, low, high = value / len(found), min(found), max(found)
         return Reading(name, "estimated", f"{mean:.4g} (ranks between {low:.4g} and {high:.4g})", unit, mean, low, high, "mean over ranks, whose pools may differ")  # fmt: skip
@@ -156,6 +169,7 @@ def read(adapter: Adapter, page: Page) -> list[Reading]:
         elif top is None:
             out.append(Reading(name, "unavailable", "unavailable", "ratio", reason="hits are not on the page"))
         else:
+            top = min(top, 1e300)  # so that no quotient is beyond a number
             text = f"{top / bottom:.4g} ({top:,.0f} of {bottom:,.0f} tokens)"
             out.append(Reading(name, "measured", text, "ratio", top / bottom, top / bottom, top / bottom))
     for objective in LATENCY_OBJECTIVES:

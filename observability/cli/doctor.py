@@ -62,12 +62,19 @@ def doctor(
 
         kvscope doctor --host --pid 4242 --json
     """
-    if (url is None) == (not host):
-        raise ConfigError("Name one thing to check.", next_step="Give the URL of a metrics endpoint, or --host.")
-    if url is None:
-        check_this_host(pid, as_json)
-    else:
-        check_endpoint(url, token, timeout, interval, as_json)
+    try:
+        if (url is None) == (not host):
+            raise ConfigError("Name one thing to check.", next_step="Give the URL of a metrics endpoint, or --host.")
+        if url is None:
+            check_this_host(pid, as_json)
+        else:
+            check_endpoint(url, token, timeout, interval, as_json)
+    except ConfigError as error:
+        if as_json:  # who reads JSON reads it on a mistake as well
+            said = {"level": "error", "code": "not_asked_right", "found": error.reason, "do": error.next_step}
+            typer.echo(json.dumps({"exit_code": error.exit_code, "findings": [said]}, indent=2))
+            raise typer.Exit(error.exit_code) from None
+        raise
 
 
 _LEVEL = {"error": "[red]error[/]", "warning": "[yellow]warning[/]", "note": "[dim]note[/]"}
