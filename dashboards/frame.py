@@ -23,6 +23,7 @@ from dashboards.panels import (
     link,
 )
 from dashboards.shared import MODEL
+from dashboards.told import MODELS, marked
 from observability import catalog as c
 
 #: Every board: its title, and the board that one looks at next.
@@ -37,6 +38,9 @@ TITLES = {
     "engines": ("Engines", "exporter"),
     "exporter": ("Exporter", "engines"),
 }
+
+#: Boards that speak of hosts and sources, whatever engine feeds a model.
+OF_HOSTS = ("hardware", "engines", "exporter")
 
 GLOSSARY = """\
 - **TTFT**, time to first token: from arrival to the first token, measured. **ITL**, inter-token latency: one sample for each
@@ -62,7 +66,7 @@ def variables() -> list[G.Template]:
     return [
         DatasourceVariable(name="datasource", label="Data source", query="prometheus", type="datasource"),
         LabelVariable(
-            name="model", label="Model", query=f"label_values({engine}, model)", description="Rows repeat for each."
+            name="model", label="Model", query=f"label_values({MODELS}, model)", description="Rows repeat for each."
         ),
         LabelVariable(
             name="instance",
@@ -104,7 +108,7 @@ def frame(
     title, following = TITLES[name]
     neighbour = link(f"Board: {TITLES[following][0]}", board_url(following))
     panels = []
-    for panel in layout([*sections, words()]):
+    for panel in layout([*(sections if name in OF_HOSTS else marked(sections)), words()]):
         inside = [_linked(p, neighbour) for p in panel.panels] if isinstance(panel, G.RowPanel) else []
         panels.append(attr.evolve(panel, panels=inside) if inside else _linked(panel, neighbour))
     shown = [alert for alert in ALERT_NAMES if named(alert).board == name]

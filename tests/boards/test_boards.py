@@ -302,7 +302,7 @@ def test_raw_families_are_read_only_where_a_split_or_a_distribution_is_needed() 
     }
     hardware = {f.series for f in catalog.FAMILIES if f.name.startswith(("kvscope_gpu_", "kvscope_hardware_"))}
     assert raw - hardware <= {
-        catalog.ENGINE.series, "up",
+        catalog.ENGINE.series, catalog.SOURCE_FAMILY.series, "up",
         catalog.TIME_TO_FIRST_TOKEN.series, catalog.INTER_TOKEN_LATENCY.series, catalog.REQUEST_DURATION.series,
         catalog.KV_QUANT_RELATIVE.series, catalog.REQUEST_QUANT_ERROR.series, catalog.STEP_DURATION.series,
         catalog.KV_RECOMPUTED_TOKENS.series, catalog.KV_LAYOUT_FALLBACKS.series, catalog.REQUESTS_WAITING.series,

@@ -44,6 +44,7 @@ SCRAPES = 15
 REPEATED = {
     panel.title for board in ALL.values() for panel, row in _with_rows(board) if row is not None and row.repeat_for
 }
+NOTHING_LACKS = "What is not exported, and why?"
 NEEDS_CUDA = {"Do copies hide behind the steps?"}
 
 
@@ -128,6 +129,9 @@ def test_every_query_of_the_panel_is_answered_with_data(scraped: System, panel: 
         pytest.skip("copies are timed on a GPU alone")
     for query in panel.targets:
         found = _answer(scraped.prometheus, query, {"model": live.MODEL} if panel.title in REPEATED else {})
+        if panel.title == NOTHING_LACKS:  # kvscope's own engine feeds every panel
+            assert not found
+            continue
         assert found, query.expr
         for label in re.findall(r"\{\{\s*(\w+)\s*\}\}", query.legendFormat):
             # series of kvscope's own engine have no label engine
