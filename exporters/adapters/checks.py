@@ -83,9 +83,10 @@ def histograms(adapter: Adapter, page: Page) -> Iterator[Finding]:
     zero, negative, host, broken = [], [], [], []
     for family, sums in _histograms(adapter, page).items():
         counts = {_others(s): s.value for s in page.by_name.get(f"{family}_count", ())}
+        may_be_zero = "preemption" in family or family.endswith(("_ratio", "_error"))  # 0 is what is hoped for
         for sample in sums:
             count = counts.get(_others(sample), 0.0)
-            if count > 0 and sample.value == 0 and "preemption" not in family:
+            if count > 0 and sample.value == 0 and not may_be_zero:
                 zero.append(f"{family} ({count:,.0f} observations)")
             if sample.value < 0:
                 negative.append(f"{family} ({sample.value:g})")

@@ -12,6 +12,7 @@ import httpx
 from exporters.adapters import checks, readings
 from exporters.adapters.endpoint import Endpoint, Finding, without_secrets
 from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capability
+from exporters.adapters.own import OWN, refused, stale
 from exporters.adapters.page import Page, parse
 from exporters.adapters.promql import names, objective_of
 from exporters.adapters.readings import Reading
@@ -75,21 +76,24 @@ async def _examine(url: str, token: str | None, timeout: float, interval: float)
             return Report(answer.url, findings=(*page.findings, *_unknown(page)))
         found = list(page.findings)
         adapter = ADAPTERS.get(engine)
+        reader = adapter or OWN
         version = await _version(endpoint, engine, page)
-        if adapter is not None:
-            for check in checks.CHECKS:
-                found += check(adapter, page)
-            if interval > 0:
-                await anyio.sleep(interval)
-                again = await endpoint.get(
-                    endpoint.at(httpx.URL(answer.url).path) if not endpoint.has_path else endpoint.url
-                )
-                if isinstance(again, Finding):
-                    found.append(again)
-                else:
-                    found += checks.frozen(adapter, page, parse(again, seconds=timeout), interval)
+        for check in checks.CHECKS:
+            found += check(reader, page)
+        if adapter is None:
+            found += refused(page)
+        if interval > 0:
+            await anyio.sleep(interval)
+            again = await endpoint.get(
+                endpoint.at(httpx.URL(answer.url).path) if not endpoint.has_path else endpoint.url
+            )
+            if isinstance(again, Finding):
+                found.append(again)
+            else:
+                second = parse(again, seconds=timeout)
+                found += stale(page, second) if adapter is None else checks.frozen(adapter, page, second, interval)
         flags = tuple(flag for flag in adapter.flags if not _shown(adapter, page, flag)) if adapter else ()
-        numbers = tuple(readings.read(adapter, page)) if adapter else ()
+        numbers = tuple(readings.read(reader, page))
         states = tuple(_state(engine, signal, page) for signal in SIGNALS)
         return Report(answer.url, engine, TITLES[engine], version, numbers, states, flags, tuple(found))
 
