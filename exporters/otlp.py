@@ -108,20 +108,31 @@ def start_otlp(
     unless OTEL_RESOURCE_ATTRIBUTES gives one. Raises ConfigError for an endpoint or a variable that asks for something else.
     """
     _check_environment()
-    resource = _resource(instance)
-    tracer_provider = meter_provider = None
-    if _env("TRACES_EXPORTER") != "none":
-        spans = OTLPSpanExporter(_url(endpoint, "TRACES"), compression=_compression("TRACES"))
-        tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        tracer_provider.add_span_processor(BatchSpanProcessor(spans))
-    if _env("METRICS_EXPORTER") != "none":
-        exponential = telemetry.keep_exponential() if form == "exponential" else {}
-        exporter = _MetricExporter(telemetry, source or telemetry, exponential, _url(endpoint, "METRICS"))
-        interval = None if _env("METRIC_EXPORT_INTERVAL") else _PUSH_SECONDS * 1e3
-        reader = PeriodicExportingMetricReader(exporter, interval)
-        meter_provider = MeterProvider([reader], resource, shutdown_on_exit=False, views=_views(form, telemetry))
-        _tell_engine(meter_provider, telemetry)
-    return Otlp(tracer_provider, meter_provider)
+    started = Otlp(None, None)
+    try:
+        resource = _resource(instance)
+        if _env("TRACES_EXPORTER") != "none":
+            spans = OTLPSpanExporter(_url(endpoint, "TRACES"), compression=_compression("TRACES"))
+            started.tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            started.tracer_provider.add_span_processor(BatchSpanProcessor(spans))
+        if _env("METRICS_EXPORTER") != "none":
+            exponential = telemetry.keep_exponential() if form == "exponential" else {}
+            exporter = _MetricExporter(telemetry, source or telemetry, exponential, _url(endpoint, "METRICS"))
+            interval = None if _env("METRIC_EXPORT_INTERVAL") else _PUSH_SECONDS * 1e3
+            reader = PeriodicExportingMetricReader(exporter, interval)
+            views = _views(form, telemetry)
+            started.meter_provider = MeterProvider([reader], resource, shutdown_on_exit=False, views=views)
+            _tell_engine(started.meter_provider, telemetry)
+    except ConfigError:
+        started.close()
+        raise
+    except ValueError as error:  # of the SDK, about a variable that it reads
+        started.close()
+        raise ConfigError(
+            f"OpenTelemetry's SDK refuses its settings: {' '.join(str(error).split())}",
+            next_step=f"Correct or unset it; set are {', '.join(sorted(n for n in os.environ if n.startswith('OTEL_')))}.",
+        ) from error
+    return started
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -138,6 +149,11 @@ def _check_environment() -> None:
                 f"OTEL_{name} is {_env(name)!r}; kvscope speaks http/protobuf only.",
                 next_step="Unset it and name the collector's HTTP port, usually 4318.",
             )
+    if _env("METRICS_EXEMPLAR_FILTER").lower() not in ("", "trace_based", "always_on", "always_off"):
+        raise ConfigError(  # from the SDK it would come when a thread of its own runs already
+            f"OTEL_METRICS_EXEMPLAR_FILTER is {_env('METRICS_EXEMPLAR_FILTER')!r}.",
+            next_step="Set it to trace_based, always_on or always_off.",
+        )
     for name in (f"{signal}_EXPORTER" for signal in _SIGNALS):
         if _env(name) not in ("", "otlp", "none"):
             raise ConfigError(f"OTEL_{name} is {_env(name)!r}.", next_step="Set it to otlp or none.")
@@ -147,8 +163,12 @@ def _url(endpoint: str | None, signal: str) -> str | None:
     """Of one signal's path; None: the SDK takes it from the environment, where the signal's own variable goes first."""
     own = _env(f"EXPORTER_OTLP_{signal}_ENDPOINT")
     base = own or endpoint or _env("EXPORTER_OTLP_ENDPOINT")
-    parts = urlsplit(base)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(base)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        usable = False
+    if not usable:
         raise ConfigError(
             f"{base!r} is not the URL of an OTLP collector.", next_step="Give one such as http://127.0.0.1:4318."
         )

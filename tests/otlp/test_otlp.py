@@ -32,6 +32,7 @@ from tests.conftest import REPO, wait_for
 from tests.otlp.receiver import Receiver, metrics_in, values
 from tests.server.harness import HTTP, RunningServer, serving
 from tests.server.processes import serve
+from tests.telemetry.bench import Bench
 
 CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -539,3 +540,27 @@ def test_kvscope_serve_stops_in_time_with_a_collector_that_hangs() -> None:
             assert process.end(signal.SIGTERM) == 0, process.output
             assert time.monotonic() - began < 15  # 5 s for the collector, the rest for a slow machine
     assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("METRIC_EXPORT_INTERVAL", "-5"),
+        ("METRIC_EXPORT_INTERVAL", "0"),
+        ("BSP_MAX_QUEUE_SIZE", "-1"),
+        ("SPAN_ATTRIBUTE_COUNT_LIMIT", "-3"),
+        ("ATTRIBUTE_VALUE_LENGTH_LIMIT", "long"),
+        ("METRICS_EXEMPLAR_FILTER", "some"),
+        ("EXPORTER_OTLP_METRICS_ENDPOINT", "http://[::1"),
+        ("EXPORTER_OTLP_METRICS_ENDPOINT", "http://collector:port"),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named_and_leaves_nothing_running(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setenv(f"OTEL_{name}", text)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError) as told:
+        start_otlp(Bench().t, "http://127.0.0.1:9")
+    assert name in str(told.value) or text in str(told.value)
+    wait_for(lambda: set(threading.enumerate()) <= before, 5, "the threads of the SDK to end")
