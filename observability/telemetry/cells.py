@@ -1,7 +1,8 @@
 """The numbers that telemetry keeps, and how each becomes series. recorder.py writes them, this file reads them.
 
 Counters and histograms exist from the start with 0 for every label value that can occur, so that a rate sees the first
-increment. What depends on traffic or settings (swapped requests, a host tier, quantized KV) is absent until it occurs.
+increment. What depends on traffic or settings (swapped requests, a host tier, quantized KV) is absent until it occurs, as are the
+latency histograms of a class until its first request comes in.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from observability.telemetry.stalls import Stalls
 _ALWAYS_IN_USE = ("queued", "kv_wait", "prefill", "decode")
 _COMPONENTS = len(c.COMPONENTS)
 _KV_MOVE, _DEQUANT = c.COMPONENTS.index("kv_move"), c.COMPONENTS.index("dequant")
+#: bool [STATES, COMPONENTS]: what has no series unless it occurs
+_NEVER_IDLE = np.array([[s != "queued" and x == "idle" for x in c.COMPONENTS] for s in c.STATES])
 #: KV that is stored as computed: nothing is dequantized.
 _EXACT_KV = ("auto", "float32", "bfloat16", "float16")
 _REJECTED = c.OUTCOMES.index("rejected")
@@ -137,13 +140,15 @@ class Cells(StepClock):
         self._tail_lengths = np.zeros((2, len(buckets.tail), len(c.LENGTH_BUCKETS)))
         # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
         self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
+        self._class_used = [name == "standard" for name in c.CLASSES]  # by the threads that submit
         self._tier_used = [tier == "device" for tier in c.TIERS]
         self._layout_used = [layout in ("contiguous", "paged") for layout in c.LAYOUTS]
 
         by_class = [(model, name) for name in c.CLASSES]
-        self._duration = Histograms(c.REQUEST_DURATION, by_class, bounds=buckets.latency, exemplars=True)
-        self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, bounds=buckets.latency, exemplars=True)
-        self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class, bounds=buckets.inter_token)
+        used = self._class_used
+        self._duration = Histograms(c.REQUEST_DURATION, by_class, bounds=buckets.latency, used=used, exemplars=True)
+        self._ttft = Histograms(c.TIME_TO_FIRST_TOKEN, by_class, bounds=buckets.latency, used=used, exemplars=True)
+        self._itl = Histograms(c.INTER_TOKEN_LATENCY, by_class, bounds=buckets.inter_token, used=used)
         self._step_duration = Histograms(c.STEP_DURATION, [(model, kind) for kind in c.STEP_KINDS])
         self.quantization = Quantization(model, self._folds)
         self._layout = Layout(tuple(self._blocks()))
@@ -285,6 +290,8 @@ class Cells(StepClock):
         above = np.cumsum(self._tail_seconds[::-1], axis=0)[::-1].reshape(-1, len(c.STATES), _COMPONENTS)
         above[:, [not used for used in self._state_used]] = nan
         above[:, :, [not used for used in self._components_used()]] = nan
+        # An engine is idle while a request is on its way to it, and never with one that it has begun.
+        above[:, (above[0] == 0.0) & _NEVER_IDLE] = nan
         flat: list[float] = above.ravel().tolist()
         return flat
 

@@ -102,7 +102,9 @@ class Telemetry(Cells):
     def received(self, request_class: str, tenant: str = "") -> None:
         """A request came in, whatever becomes of it. A tenant beyond the first `max_tenants` is counted as `other`."""
         with self._front:
-            self._received[self._fold_class(request_class)] += 1
+            index = self._fold_class(request_class)
+            self._received[index] += 1
+            self._class_used[index] = True
             if tenant:
                 self._folds[3] += self._tenants.admit(tenant)[1]
 
@@ -112,7 +114,7 @@ class Telemetry(Cells):
         with self._front:
             self._rejected[_CLASS_INDEX.get(request_class, _STANDARD)] += 1
             if (known := self._tenants.find(tenant)) is not None:
-                known.rejected += 1
+                known.has_been_rejected()
 
     def _fold_class(self, request_class: str) -> int:
         index = _CLASS_INDEX.get(request_class)
@@ -146,6 +148,7 @@ class Telemetry(Cells):
             else:
                 self.lap_to(p.SCHEDULE, arrival)
         class_index = _CLASS_INDEX.get(request_class, _STANDARD)
+        self._class_used[class_index] = True  # also without `received`
         if len(self._tenants.seen) > self._tenants_shown:
             self._show_tenants()
         known = self._tenants.find(tenant)
@@ -360,7 +363,7 @@ class Telemetry(Cells):
         trace.outcome = outcome = c.OUTCOMES[index]
         self._ended[trace.class_index * len(c.OUTCOMES) + index] += 1
         if trace.tenant is not None:
-            trace.tenant.ended[index] += 1
+            trace.tenant.has_ended(index)
             trace.tenant.tokens[1] += trace.generated
         if not isfinite(now):
             self._anomalies[p.NON_FINITE] += 1

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from observability.telemetry.cells import Published
 
 AGE_BOUNDS_US = np.array([round(bound * 1e6) for bound in AGE_BOUNDS], dtype=np.int64)
+_SHOWN = [AGE_BOUNDS.index(bound) for bound in c.SPELL_BOUNDS]
 _WIDTHS_US = np.diff(AGE_BOUNDS_US, prepend=0)
 
 
@@ -48,9 +49,9 @@ class Spells:
         return Spells(self.counts.copy(), self.sum_us)
 
     def rows(self) -> list[float]:
-        """Cumulative bucket counts, +Inf last, then sum (seconds) and count."""
+        """Cumulative counts by SPELL_BOUNDS, +Inf last, then sum (seconds) and count."""
         cumulative = list(accumulate(self.counts.tolist()))
-        return [*cumulative, self.sum_us / 1e6, cumulative[-1]]
+        return [*(cumulative[i] for i in _SHOWN), cumulative[-1], self.sum_us / 1e6, cumulative[-1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class PoolResidency:
 
     @cached_property
     def series(self) -> tuple[list[float], list[float]]:
-        """Live blocks of at most each age (AGE_BOUNDS, then all), and blocks exposed in the interval up to each of AGE_BOUNDS.
+        """Live blocks of at most each age (SPELL_BOUNDS, then all), and blocks exposed in the interval up to each of AGE_BOUNDS.
 
         A block that outlived an interval, or was evicted in it, was exposed to it once; one that is in it now counts by the share of it
         that has passed. Whole numbers until the last division, so that exposure never decreases.
@@ -78,7 +79,7 @@ class PoolResidency:
         ended = np.cumsum(self.evicted[::-1])[::-1]
         whole = len(ages) - younger + ended[:-1]
         exposed = (whole * _WIDTHS_US + lived_us) / _WIDTHS_US
-        return [*map(float, younger), float(len(ages))], exposed.tolist()
+        return [*map(float, younger[_SHOWN]), float(len(ages))], exposed.tolist()
 
 
 def _published(published: Published | None) -> Sequence[PoolResidency | None]:
@@ -89,7 +90,7 @@ def residency_blocks(
     model: str, pools_of: Callable[[Published | None], Sequence[PoolResidency | None]] = _published
 ) -> Iterator[Block]:
     """Families of residency, in catalogue order. Computed when they are read, by default from what was published last."""
-    ages, les = c.AGE_LABELS, (*(str(float(bound)) for bound in AGE_BOUNDS), "+Inf")
+    ages, les = c.AGE_LABELS, (*(str(float(bound)) for bound in c.SPELL_BOUNDS), "+Inf")
     pools = [(model, pool) for pool in c.POOLS]
 
     def by_pool(suffix: str, labels: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -109,5 +110,5 @@ def residency_blocks(
     yield block(c.KV_LIVE_AGES, by_pool("", les), lambda pool: pool.series[0])
     yield block(c.KV_EVICTED_AGES, by_pool("_total", ages), lambda pool: pool.evicted.tolist())
     yield block(c.KV_EXPOSED, by_pool("_total", ages[:-1]), lambda pool: pool.series[1])
-    yield block(c.KV_IDLE_BEFORE_EVICTION, histogram_rows(AGE_BOUNDS, pools), lambda pool: pool.idle.rows())
-    yield block(c.KV_REUSE_GAP, histogram_rows(AGE_BOUNDS, pools), lambda pool: pool.gaps.rows())
+    yield block(c.KV_IDLE_BEFORE_EVICTION, histogram_rows(c.SPELL_BOUNDS, pools), lambda pool: pool.idle.rows())
+    yield block(c.KV_REUSE_GAP, histogram_rows(c.SPELL_BOUNDS, pools), lambda pool: pool.gaps.rows())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import nan
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -104,7 +105,9 @@ class Layout:
                 continue
             exemplars = iter(block.exemplars)
             for (suffix, labels), value in read:
-                rows.append(Row(suffix, labels, value, next(exemplars) if suffix == "_bucket" else None))
+                exemplar = next(exemplars) if suffix == "_bucket" else None
+                if value == value:
+                    rows.append(Row(suffix, labels, value, exemplar))
         return [FamilySamples(family, found[family.name]) for family in FAMILIES if found.get(family.name)]
 
 
@@ -134,11 +137,13 @@ class Histograms:
         *,
         bounds: tuple[float, ...] | None = None,
         exemplars: bool = False,
+        used: list[bool] | None = None,
     ) -> None:
-        """`bounds` in place of those of the catalogue."""
+        """`bounds` in place of those of the catalogue. `used`: which label sets exist; flags of others, that only ever become True."""
         self.family = family
         self.bounds = family.bounds if bounds is None else bounds
         self.label_sets = tuple(label_sets)
+        self._used = [True] * len(self.label_sets) if used is None else used
         self.stride = len(self.bounds) + 2
         self.cells: list[float] = [0] * (self.stride * len(self.label_sets))
         self.exponential: Exponential | None = None  # filled as well after Telemetry.keep_exponential
@@ -152,7 +157,10 @@ class Histograms:
     def _read(self, _: Published | None) -> list[float]:
         cells = self.cells.copy()
         out: list[float] = []
-        for at in range(0, len(cells), self.stride):
+        for used, at in zip(self._used, range(0, len(cells), self.stride), strict=True):
+            if not used:
+                out += [nan] * (self.stride + 1)
+                continue
             total = at + self.stride - 1
             out += accumulate(cells[at:total])
             out += (cells[total], out[-1])

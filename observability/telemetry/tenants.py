@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from hashlib import blake2s
+from math import nan
 
 from observability import catalog as c
 from observability.telemetry.snapshot import Block, Histograms, counters
@@ -29,9 +30,10 @@ def tenant_label(name: str) -> str:
 class Tenant:
     """Numbers of one tenant, or of all that share `other`. `rejected` is written by threads that submit, the rest by the engine's."""
 
-    __slots__ = ("ended", "name", "rejected", "tokens", "ttft")
+    __slots__ = ("_outcomes", "ended", "name", "rejected", "tokens", "ttft")
 
-    def __init__(self, model: str, name: str) -> None:
+    def __init__(self, model: str, name: str, outcomes: list[bool]) -> None:
+        self._outcomes = outcomes
         self.name = name
         self.ended = [0.0] * len(c.OUTCOMES)
         self.rejected = 0.0
@@ -50,10 +52,19 @@ class Tenant:
         kinds = [(model, self.name, kind) for kind in c.TENANT_TOKEN_KINDS]
         yield counters(c.TENANT_TOKENS, kinds, self.tokens)
 
+    def has_ended(self, outcome: int) -> None:
+        """A request ended (index in OUTCOMES)."""
+        self._outcomes[outcome] = True
+        self.ended[outcome] += 1
+
+    def has_been_rejected(self) -> None:
+        self._outcomes[_REJECTED] = True
+        self.rejected += 1
+
     def _read_ended(self) -> list[float]:
         ended = self.ended.copy()
         ended[_REJECTED] += self.rejected
-        return ended
+        return [count if used else nan for count, used in zip(ended, self._outcomes, strict=True)]
 
 
 class Tenants:
@@ -63,6 +74,8 @@ class Tenants:
         self._model = model
         self._most = most
         self._known: dict[str, Tenant] = {}
+        # By OUTCOMES, of all tenants: an outcome has series once any tenant had it. Flags only ever become True.
+        self._outcomes = [name in ("stop", "length", "abort") for name in c.OUTCOMES]
         self.seen: list[Tenant] = []  # in the order in which they came; only ever grows, up to `most` and `other`
 
     def admit(self, name: str) -> tuple[Tenant | None, bool]:
@@ -77,7 +90,7 @@ class Tenants:
         folded = label == OTHER or len(self.seen) - (OTHER in self._known) >= self._most
         label = OTHER if folded else label
         if (tenant := self._known.get(label)) is None:
-            tenant = self._known[label] = Tenant(self._model, label)
+            tenant = self._known[label] = Tenant(self._model, label, self._outcomes)
             self.seen.append(tenant)
         return tenant, folded
 
@@ -85,4 +98,7 @@ class Tenants:
         """What `admit` gave for `name`. Takes no lock."""
         if not name or not self._known:
             return None
-        return self._known.get(name) or self._known.get(tenant_label(name)) or self._known.get(OTHER)
+        if (tenant := self._known.get(name)) is not None:
+            return tenant
+        label = tenant_label(name)
+        return (self._known.get(label) or self._known.get(OTHER)) if label else None

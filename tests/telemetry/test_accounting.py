@@ -152,7 +152,7 @@ def test_a_request_without_any_latency_is_still_in_the_tail_family_that_counts_a
     b = Bench()
     b.serve(b.submit(), queue=0.0, prefill=0.0, tokens=1)
     assert value(b.t, "kvscope_request_phase_requests_total", gt="0") == 1
-    assert value(b.t, "kvscope_request_phase_requests_total", gt="0.05") == 0
+    assert value(b.t, "kvscope_request_phase_requests_total", gt="0.1") == 0
 
 
 # -- prefix cache (QH) ------------------------------------------------------------------------------------------------
@@ -484,11 +484,11 @@ def test_a_value_on_a_bound_is_inside_its_bucket(family: c.Family) -> None:
 def test_an_interval_on_a_bound_is_inside_its_bucket_in_runs_too() -> None:
     b = Bench()
     b.t.tokens_run([b.submit(arrival=0.0)], np.array([0.0, 0.5, 1.0]))
-    b.t.step(1, 0, 1, np.full(20, 0.5))
+    b.t.step(1, 0, 1, np.full(20, 0.4))
     assert total(b.t, "kvscope_inter_token_latency_seconds_bucket", le="0.5") == 2
     assert total(b.t, "kvscope_inter_token_latency_seconds_bucket", le="0.4") == 0
-    assert total(b.t, "kvscope_step_duration_seconds_bucket", le="0.5") == 20
-    assert total(b.t, "kvscope_step_duration_seconds_bucket", le="0.4") == 0
+    assert total(b.t, "kvscope_step_duration_seconds_bucket", le="0.4") == 20
+    assert total(b.t, "kvscope_step_duration_seconds_bucket", le="0.25") == 0
 
 
 def test_a_run_of_tokens_counts_like_the_same_tokens_one_by_one() -> None:

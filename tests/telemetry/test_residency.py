@@ -168,7 +168,7 @@ def test_an_age_on_a_bound_is_inside_its_interval_and_an_idle_engine_starts_from
         younger, exposed = books.series
         assert np.flatnonzero(books.evicted).tolist() == np.flatnonzero(books.idle.counts).tolist() == [place]
         assert np.flatnonzero(books.gaps.counts).tolist() == [place]
-        assert younger[at] == (age == 60.0)
+        assert younger[c.SPELL_BOUNDS.index(60.0)] == (age == 60.0)
         assert exposed[at] == 3.0
         assert exposed[at + 1] == pytest.approx(0.0 if age == 60.0 else 2.0, abs=1e-6)
 
@@ -239,11 +239,11 @@ def told(engine: Engine, family: c.Family, pool: str) -> dict[str, float]:
     return {row.labels[2] if len(row.labels) > 2 else row.suffix: row.value for row in rows if row.labels[1] == pool}
 
 
-def spread(seconds: list[float], cumulative: bool) -> list[int]:
-    """Counts by AGE_BOUNDS, one value after the other."""
-    counts = [0] * (len(c.AGE_BOUNDS) + 1)
+def spread(seconds: list[float], bounds: tuple[float, ...], *, cumulative: bool = True) -> list[int]:
+    """Counts by `bounds`, one value after the other."""
+    counts = [0] * (len(bounds) + 1)
     for value in seconds:
-        at = next((i for i, bound in enumerate(c.AGE_BOUNDS) if value <= bound), len(c.AGE_BOUNDS))
+        at = next((i for i, bound in enumerate(bounds) if value <= bound), len(bounds))
         for i in range(at, len(counts) if cumulative else at + 1):
             counts[i] += 1
     return counts
@@ -251,16 +251,18 @@ def spread(seconds: list[float], cumulative: bool) -> list[int]:
 
 def assert_books_agree(engine: Engine, name: str, diary: Diary) -> None:
     ages = [(diary.now() - born) / 1e6 for born in diary.born.values()]
-    assert list(told(engine, c.KV_LIVE_AGES, name).values()) == spread(ages, True)
+    assert list(told(engine, c.KV_LIVE_AGES, name).values()) == spread(ages, c.SPELL_BOUNDS)
     lived = [(end - born) / 1e6 for born, end in diary.lives]
-    assert list(told(engine, c.KV_EVICTED_AGES, name).values()) == spread(lived, False)
+    assert list(told(engine, c.KV_EVICTED_AGES, name).values()) == spread(lived, c.AGE_BOUNDS, cumulative=False)
     bounds = [0.0, *(bound * 1e6 for bound in c.AGE_BOUNDS)]
     exposed = told(engine, c.KV_EXPOSED, name).values()
     expected = [diary.exposure(low, high) for low, high in pairwise(bounds)]
     assert list(exposed) == pytest.approx(expected, rel=1e-9, abs=1e-9)
     for family, spells in ((c.KV_IDLE_BEFORE_EVICTION, diary.idle_before_eviction), (c.KV_REUSE_GAP, diary.gaps)):
         shown = told(engine, family, name)
-        assert [v for k, v in shown.items() if k not in ("_sum", "_count")] == spread([s / 1e6 for s in spells], True)
+        assert [v for k, v in shown.items() if k not in ("_sum", "_count")] == spread(
+            [s / 1e6 for s in spells], family.bounds
+        )
         assert shown["_count"] == len(spells)
         assert shown["_sum"] == pytest.approx(sum(spells) / 1e6, abs=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -32,10 +33,15 @@ def test_a_tenant_has_the_outcomes_first_tokens_and_tokens_of_its_requests_and_n
     gone = b.submit(tenant="acme", prompt=5)
     b.t.finish(gone, "abort", b.clock.now)
     name = "kvscope_tenant_requests_total"
-    assert [value(b.t, name, tenant="acme", outcome=o) for o in c.OUTCOMES] == [0, 2, 1, 0, 0, 0]
-    assert [value(b.t, name, tenant="zeta", outcome=o) for o in c.OUTCOMES] == [0, 1, 0, 0, 0, 0]
+    absent = [math.nan] * 3  # outcomes that no tenant had
+    assert [value(b.t, name, tenant="acme", outcome=o) for o in c.OUTCOMES] == pytest.approx(
+        [0, 2, 1, *absent], nan_ok=True
+    )
+    assert [value(b.t, name, tenant="zeta", outcome=o) for o in c.OUTCOMES] == pytest.approx(
+        [0, 1, 0, *absent], nan_ok=True
+    )
     ttft = "kvscope_tenant_time_to_first_token_seconds"
-    assert [value(b.t, f"{ttft}_bucket", tenant="acme", le=le) for le in ("0.25", "0.5", "0.8", "1.25", "+Inf")] == [
+    assert [value(b.t, f"{ttft}_bucket", tenant="acme", le=le) for le in ("0.2", "0.4", "0.8", "2.0", "+Inf")] == [
         0, 1, 1, 2, 2,
     ]  # fmt: skip
     assert value(b.t, f"{ttft}_sum", tenant="acme") == pytest.approx(1.4)
@@ -133,3 +139,13 @@ def test_threads_that_submit_at_once_lose_no_request_of_a_tenant() -> None:
     assert kept + value(b.t, "kvscope_label_folds_total", label="tenant") == 12_000
     assert len(set(b.t.layout)) == len(b.t.layout)
     assert not b.anomalies()
+
+
+def test_a_name_of_spaces_is_no_tenant_even_when_others_share_a_series() -> None:
+    b = Bench(max_tenants=1)
+    for tenant in ("acme", "zeta", " ", "\t"):
+        b.serve(b.submit(tenant=tenant))
+        b.t.rejected("standard", tenant)
+    name = "kvscope_tenant_requests_total"
+    assert tenants_of(b) == ["acme", "other"]
+    assert [value(b.t, name, tenant="other", outcome=o) for o in ("length", "rejected")] == [1, 1]
