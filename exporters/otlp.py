@@ -323,9 +323,11 @@ def _exponential_points(
         for buckets, _, _ in _by_label_set(rows)
     }
     for labels, zero, first, counts, total in exponential.read():
+        if labels not in noted:  # a class of which no request has come: absent here as on a scrape
+            continue
         yield ExponentialHistogramDataPoint(
             dict(zip(family.labels, labels, strict=True)), exponential.start_ns, now, zero + sum(counts), total,
-            EXPONENTIAL_SCALE, zero, Buckets(first, counts), Buckets(0, []), 0, None, None, noted.get(labels, []),  # type: ignore[arg-type]
+            EXPONENTIAL_SCALE, zero, Buckets(first, counts), Buckets(0, []), 0, None, None, noted[labels],  # type: ignore[arg-type]
         )  # fmt: skip
 
 
