@@ -1,7 +1,7 @@
 """All recording and alerting rules, and the Prometheus rule files made of them.
 
 Recording rules are the signals of observability/signals.py plus the few series that only alerts need: other windows, a
-split by instance (recordings here), burn rates (burn.py). Alerts are in burn.py and symptoms.py. Thresholds come from
+split by instance (symptoms.py, splits.py), burn rates (burn.py). Alerts are in burn.py and symptoms.py. Thresholds come from
 observability/objectives.py, so that a line on a board and an alert agree.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from alerts import burn, symptoms
+from alerts import burn, splits, symptoms
 from alerts.links import GRAFANA_URL, board_url, runbook_url
 from alerts.types import Alert, Recording
 from observability import catalog as c
@@ -28,7 +28,13 @@ SURVIVAL = "model_pool_le:kvscope_kv_block_survival:ratio_rate5m"
 #: What survival is made of: read from all engines once, not for each age.
 HAZARD = Recording("model_pool_age:kvscope_kv_block_hazard:ratio_rate5m", Survival.hazard())
 
-EXTRA_RECORDINGS: tuple[Recording, ...] = (HAZARD, *symptoms.RECORDINGS, *burn.recordings(), *burn.slow_recordings())
+EXTRA_RECORDINGS: tuple[Recording, ...] = (
+    HAZARD,
+    *splits.RECORDINGS,
+    *symptoms.RECORDINGS,
+    *burn.recordings(),
+    *burn.slow_recordings(),
+)
 ALERTS: tuple[Alert, ...] = (*burn.alerts(), *symptoms.ALERTS)
 #: One runbook for each.
 ALERT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(alert.name for alert in ALERTS))
@@ -72,6 +78,7 @@ def recordings() -> dict[str, list[Recording]]:
             expr = expr.replace(signal.expr.survival.promql(), SURVIVAL)
         groups[area].append(Recording(signal.name, expr))
     return groups | {
+        "splits": list(splits.RECORDINGS),
         "symptoms": list(symptoms.RECORDINGS),
         "objectives": list(burn.recordings()),
         "budget": list(burn.slow_recordings()),

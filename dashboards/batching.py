@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alerts import symptoms
 from dashboards.frame import frame
-from dashboards.panels import Board, Line, Section, color_overrides
+from dashboards.panels import Board, Line, Section, color_overrides, unit_override
 from dashboards.shared import (
     COMPONENT_COLORS,
     KV_EXHAUSTED,
@@ -14,11 +14,11 @@ from dashboards.shared import (
     TTFT_BURN,
     known,
     lines,
-    quantile,
     query,
     rate,
     signal,
     stack,
+    worst_p99,
 )
 from observability import catalog as c
 
@@ -50,9 +50,11 @@ def pressure() -> Section:
         "What KV is given up?",
         "Per second: cached blocks evicted for other use, and tokens computed again after a preemption. Eviction with a "
         "falling hit rate: the cache is too small for the prefixes in use. Recomputation is work done twice.",
-        "ops",
+        "suffix: blocks/s",
         query(signal("model:kvscope_kv_evicted_blocks:rate5m"), "evicted blocks"),
         query(rate(c.KV_RECOMPUTED_TOKENS, "model"), "recomputed tokens"),
+        overrides=[unit_override("recomputed tokens", "suffix: tok/s")],
+        up_to=1,
     )
     ends = lines(
         TTFT_BURN,
@@ -70,24 +72,26 @@ def pressure() -> Section:
 
 def steps() -> Section:
     """Where the engine's own time goes."""
+    seconds = signal("model_component:kvscope_step_seconds:rate5m")
     time = stack(
         TTFT_BURN,
         "What does the engine spend its time on?",
-        "Seconds per second by step component; one engine adds up to 100 %, two to 200 %. Little idle: no capacity left. A "
-        "large share outside forward_prefill and forward_decode is overhead worth a profile.",
+        "Share of the engines' time by step component, over all of the model's instances; together 100 %. Little idle: no capacity left. "
+        "A large share outside forward_prefill and forward_decode is overhead worth a profile.",
         "percentunit",
-        query(signal("model_component:kvscope_step_seconds:rate5m"), "{{component}}"),
+        query(f"{seconds} / on (model) group_left () sum by (model) ({seconds})", "{{component}}"),
+        max=1,
         overrides=color_overrides(COMPONENT_COLORS),
         options=NAMED_LEGEND,
     )
     duration = lines(
         TTFT_BURN,
         "How long does a step take?",
-        "99th percentile of the duration of one model step by what it held, over the chosen instances. Every running request "
+        "99th percentile over 5 minutes of the duration of one model step by what it held, of the slowest chosen instance. Every running request "
         "waits for the whole step: long mixed steps raise inter-token latency. Lower max_num_batched_tokens to shorten "
         "them.",
         "s",
-        query(known(quantile(0.99, c.STEP_DURATION, "kind", OF_INSTANCE)), "{{kind}} p99"),
+        query(worst_p99(c.STEP_DURATION, "kind", "kind", OF_INSTANCE), "{{kind}} p99"),
         when_empty="No model steps in this time",
     )
     tokens = lines(

@@ -117,6 +117,10 @@ def matrix() -> Section:
             {"id": "sortBy", "options": {"fields": {}, "sort": [{"desc": False, "field": "Engine"}]}},
         ],
         unit="short",
+        overrides=[
+            {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "custom.width", "value": width}]}
+            for name, width in (("Engine", 130), ("Signal", 520), ("Fed", 90))
+        ],
         when_empty="No rule file of another engine is loaded (kvscope scrape-config names them)",
     )
     return Section("What can they tell?", [Line(14, [table])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.frame import frame
 from dashboards.panels import RED, Board, Line, Section
-from dashboards.shared import OF_INSTANCE, STALE, limits, lines, query, rate
+from dashboards.shared import OF_INSTANCE, STALE, limits, lines, query, rate, raw_rate
 from observability import catalog as c
 from observability import objectives as o
 
@@ -45,7 +45,15 @@ def exporter() -> Section:
         "short",
         query(f"{c.SCRAPE_SERIES.series}{of_instance}", "{{instance}}"),
     )
-    return Section("Can the measurements be trusted?", [Line(8, [written, refused, cost, series])], collapsed=True)
+    folds = lines(
+        STALE,
+        "Were labels folded?",
+        "Values of a label per second that were counted under `other`, because the label had all the values that it may have, by label. Not 0: "
+        "the numbers stay right in sum, but what is shown by this label has lost its newcomers.",
+        "ops",
+        query(raw_rate(c.LABEL_FOLDS, "label"), "{{label}}"),
+    )
+    return Section("Can the measurements be trusted?", [Line(8, [written, refused, folds]), Line(8, [cost, series])])
 
 
 def board() -> Board:

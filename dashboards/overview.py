@@ -155,7 +155,8 @@ def _objectives_table() -> Table:
             "what is left of the budget of 30 days (below 0: overspent). Burn is bad events over those allowed. Act on the "
             "row whose 1-hour burn is high; plan on the one whose 3-day burn is above 1.",
         ),
-        targets=[Query(expr=signal(name), format="table", instant=True) for name in exprs],
+        # without the series' names, which differ: the transformation makes one row of what is equal in all other columns
+        targets=[Query(expr=f"sum without () ({signal(name)})", format="table", instant=True) for name in exprs],
         transformations=[
             {"id": "merge", "options": {}},
             {"id": "organize", "options": organize},
@@ -163,11 +164,15 @@ def _objectives_table() -> Table:
         ],
         unit="short",
         overrides=[
-            {
-                "matcher": {"id": "byName", "options": title},
-                "properties": [{"id": "unit", "value": unit}, {"id": "decimals", "value": 2 if "x" in unit else 1}],
-            }
-            for title, unit in _BURN_COLUMNS.values()
+            # an engine without classes has one budget a model
+            {"matcher": {"id": "byName", "options": "Class"}, "properties": [{"id": "noValue", "value": "all"}]},
+            *(
+                {
+                    "matcher": {"id": "byName", "options": title},
+                    "properties": [{"id": "unit", "value": unit}, {"id": "decimals", "value": 2 if "x" in unit else 1}],
+                }
+                for title, unit in _BURN_COLUMNS.values()
+            ),
         ],
         when_empty="No requests in the last hour",
     )
@@ -175,14 +180,13 @@ def _objectives_table() -> Table:
 
 def objectives() -> Section:
     """Error budgets by objective and class: now, over time, and what is left."""
-    legend = "{{model}} {{class}} {{objective}}"
     over_time = lines(
         TTFT_BURN,
         "When did the budgets burn?",
-        "Burn rate over one hour by model, class and objective. The red line pages; below 1 the budget lasts its 30 days. "
+        "Burn rate over one hour by model and objective, of its worst class. The red line pages; below 1 the budget lasts its 30 days. "
         "Compare the start of a rise with the alert marks and with deployments.",
         "suffix: x",
-        query(signal(burn.burn("1h")), legend),
+        query(f"max by (model, objective) ({signal(burn.burn('1h'))})", "{{model}} {{objective}}"),
         when_empty="No requests in the last hour",
         **limits((1, YELLOW), (_PAGE, RED)),
     )

@@ -33,10 +33,11 @@ from dashboards.shared import (
     known,
     limits,
     lines,
-    quantile,
+    quantile_now,
     query,
     signal,
     stack,
+    worst_p99,
 )
 from observability import catalog as c
 from observability import objectives as o
@@ -158,27 +159,32 @@ def makeup() -> Section:
 
 
 def _quantiles(objective: LatencyObjective, title: str) -> TimeSeries:
-    family, selection = objective.family, "p99 of selection"
+    family, selection = objective.family, "worst p99 of selection"
     exemplars = family in WITH_EXEMPLARS
-    dashed: Json = {
-        "matcher": {"id": "byName", "options": selection},
-        "properties": [
-            {"id": "custom.lineStyle", "value": {"dash": [4, 4], "fill": "dash"}},
-            {"id": "color", "value": {"fixedColor": "purple", "mode": "fixed"}},
-        ],
-    }
+    now = Query(expr=known(quantile_now(0.99, family)), legendFormat="p99 now", exemplar=True)
+    dashed: list[Json] = [
+        {
+            "matcher": {"id": "byName", "options": name},
+            "properties": [
+                {"id": "custom.lineStyle", "value": {"dash": dash, "fill": "dash"}},
+                {"id": "color", "value": {"fixedColor": "purple", "mode": "fixed"}},
+            ],
+        }
+        for name, dash in ((selection, [4, 4]), ("p99 now", [1, 6]))
+    ]
     return lines(
         TTFT_BURN,
         title,
-        f"{objective.title}: p50, p90 and p99 over 5 minutes of all classes and instances, and (dashed, at the board's own "
-        f"resolution) p99 of the classes and instances chosen above{', with exemplars' if exemplars else ''}. The red line is the objective of "
+        f"{objective.title}: p50, p90 and p99 over 5 minutes of all classes and instances, and (dashed) p99 of the slowest of the "
+        f"classes and instances chosen above{'; the dotted line is p99 of all chosen at the right edge, and the points are their exemplars' if exemplars else ''}. The red line is the objective of "
         f"{objective.threshold_seconds:g} s. {family.help} When p99 leaves p90 behind, few requests suffer: look at the "
         "slowest 1 %. When all rise together, the engine is short of capacity.",
         "s",
         *(query(known(signal(f"model:{family.name}:{p}_5m")), p) for p in ("p50", "p90", "p99")),
-        Query(expr=known(quantile(0.99, family)), legendFormat=selection, exemplar=exemplars),
+        query(worst_p99(family), selection),
+        *([now] if exemplars else ()),
         when_empty=NO_TRAFFIC,
-        overrides=[*color_overrides({"p50": "green", "p90": "yellow", "p99": "red"}), dashed],
+        overrides=[*color_overrides({"p50": "green", "p90": "yellow", "p99": "red"}), *dashed],
         **limits((objective.threshold_seconds, RED)),
     )
 
@@ -216,12 +222,11 @@ def latency() -> Section:
         **about(
             TTFT_BURN,
             "Is time to first token one crowd or several?",
-            "First tokens by bucket of their latency, of the chosen classes and instances. Two bands mean two kinds of "
-            "request (cache hit and miss, short and long prompt): split by class, or compare with the hit rate. Points are "
-            "exemplars.",
+            "First tokens a second by bucket of their latency over 5 minutes, of the chosen classes on all instances. Two bands mean two kinds of "
+            "request (cache hit and miss, short and long prompt): split by class, or compare with the hit rate.",
         ),
-        targets=buckets(o.TTFT.family, OF_CLASS),
-        unit="short",
+        targets=buckets(o.TTFT.family, "class"),
+        unit="reqps",
         options={"yAxis": {"unit": "s"}},
     )
     return Section(
@@ -247,7 +252,7 @@ def _p99(family: c.Family, by: str, title: str, text: str) -> TimeSeries:
         title,
         text,
         "s",
-        Query(expr=known(quantile(0.99, family, by)), legendFormat=f"{{{{{by}}}}}", exemplar=True),
+        query(worst_p99(family, by), f"{{{{{by}}}}}"),
         when_empty="No first tokens in this time",
     )
 
@@ -258,14 +263,14 @@ def split() -> Section:
         c.TIME_TO_FIRST_TOKEN,
         "class",
         "Which class waits for its first token?",
-        "p99 of time to first token by priority class, of the chosen classes and instances. Only the lowest class slow: "
+        "p99 of time to first token over 5 minutes by priority class, on the slowest of the chosen instances. Only the lowest class slow: "
         "priorities do their work. All slow: capacity.",
     )
     by_instance = _p99(
         c.TIME_TO_FIRST_TOKEN,
         "instance",
         "Which instance is slow?",
-        "p99 of time to first token by instance, of the chosen classes and instances. One apart from the rest: look at that "
+        "p99 of time to first token over 5 minutes by instance, of the slowest of the chosen classes. One apart from the rest: look at that "
         "machine, or at how load is spread. All alike: look at the load.",
     )
     queues = lines(

@@ -466,6 +466,11 @@ def color_overrides(colors: Mapping[str, str]) -> list[Json]:
     ]
 
 
+def unit_override(name: str, unit: str) -> Json:
+    """Another unit for the series `name`, which gets its own axis on the right."""
+    return {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "unit", "value": unit}]}
+
+
 def write(board: Board) -> str:
     """The board's JSON text: panels numbered, keys sorted, so that equal boards are equal bytes."""
     return json.dumps(board.auto_panel_ids(), cls=DashboardEncoder, sort_keys=True, indent=1) + "\n"

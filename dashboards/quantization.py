@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.frame import frame
 from dashboards.panels import RED, YELLOW, Board, Heatmap, Line, Section
-from dashboards.shared import NO_QUANT, OF_INSTANCE, about, buckets, known, limits, lines, query, signal
+from dashboards.shared import NO_QUANT, about, buckets, known, limits, lines, query, signal
 from observability import catalog as c
 from observability import objectives as o
 
@@ -32,11 +32,11 @@ def quantization() -> Section:
         **about(
             QUANT_ERROR,
             "Are single blocks much worse than the mean?",
-            "Measured blocks by bucket of their relative RMS error, over the chosen instances. A second band far above the "
+            "Measured blocks a second by bucket of their relative RMS error, on all instances. A second band far above the "
             "first means outlier blocks that the mean hides.",
         ),
-        targets=buckets(c.KV_QUANT_RELATIVE, OF_INSTANCE),
-        unit="short",
+        targets=buckets(c.KV_QUANT_RELATIVE),
+        unit="suffix: blocks/s",
         when_empty=NO_QUANT,
         options={"yAxis": {"unit": "percentunit"}},
     )
@@ -121,11 +121,11 @@ def effect() -> Section:
         **about(
             QUANT_ERROR,
             "Does error pile up in some sequences?",
-            "Ended requests by bucket of their accumulated relative attention error, over the chosen instances. A band that climbs "
+            "Ended requests a second by bucket of their accumulated relative attention error, on all instances. A band that climbs "
             "over time: contexts grew longer, and more of each is stored quantized.",
         ),
-        targets=buckets(c.REQUEST_QUANT_ERROR, OF_INSTANCE),
-        unit="short",
+        targets=buckets(c.REQUEST_QUANT_ERROR),
+        unit="reqps",
         when_empty=NO_COMPARISON,
         options={"yAxis": {"unit": "percentunit"}},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from alerts import burn, rules
+from alerts import burn, rules, splits
 from alerts.links import runbook_url
 from dashboards.panels import Json, Query, TimeSeries, link
 from observability import catalog as c
@@ -70,15 +70,23 @@ def raw_rate(family: c.Family, by: str) -> str:
     return rate(family, by, INSTANCE)
 
 
-def quantile(q: float, family: c.Family, by: str = "", where: str = OF_CLASS) -> str:
-    """histogram_quantile over $__rate_interval, split by one label if given."""
-    return f"histogram_quantile({q:g}, {rate(family, f'{by}, le' if by else 'le', where)})"
+def worst_p99(family: c.Family, by: str = "", split: str = "class", where: str = OF_CLASS) -> str:
+    """p99 over 5 minutes of the slowest of what is chosen, split by one label if given."""
+    chosen = known(f"{splits.quantile(family, split)}{{{where}}}")
+    return f"max by ({by}) ({chosen})" if by else f"max({chosen})"
 
 
-def buckets(family: c.Family, where: str) -> list[Query]:
-    """Measurements by bucket in each interval, for a heatmap. Exemplars come along where the family has them."""
-    expr = f"sum by (le) (increase({family.series}{{{where}}}[$__rate_interval]))"
-    return [Query(expr=expr, format="heatmap", legendFormat="{{le}}", exemplar=family in WITH_EXEMPLARS)]
+def quantile_now(q: float, family: c.Family) -> str:
+    """The quantile at the end of the time shown. Read from the buckets themselves, for these alone have exemplars; worked out once and not
+    for each point, for over a fleet they are many."""
+    return f"histogram_quantile({q:g}, sum by (le) (rate({family.series}{{{OF_CLASS}}}[$__rate_interval] @ end())))"
+
+
+def buckets(family: c.Family, *by: str) -> list[Query]:
+    """Measurements a second by bucket, for a heatmap, of the chosen models and (with `by` class) classes."""
+    where = ",".join([MODEL, *(f'{label}=~"${label}"' for label in by)])
+    expr = f"sum by (le) ({splits.bucket_rates(family, *by)}{{{where}}})"
+    return [Query(expr=expr, format="heatmap", legendFormat="{{le}}")]
 
 
 def query(expr: str, legend: str) -> Query:
@@ -99,8 +107,8 @@ def known(expr: str) -> str:
 
 
 def lines(alert: str, title: str, description: str, unit: str, *queries: Query, **fields: Any) -> TimeSeries:
-    """Lines from zero, without fill. The axis reaches at least 1 (one request, one event), or `up_to`."""
-    up_to = fields.pop("up_to", {"short": 1, "ops": 1, "reqps": 1}.get(unit))
+    """Lines from zero, without fill. The axis reaches at least 1 (one request, one event), 1 %, or `up_to`."""
+    up_to = fields.pop("up_to", {"short": 1, "ops": 1, "reqps": 1, "percentunit": 0.01}.get(unit))
     custom = {**LINES, **({} if up_to is None else {"axisSoftMax": up_to}), **fields.pop("custom", {})}
     fields.setdefault("min", 0)
     return TimeSeries(**about(alert, title, description), targets=list(queries), unit=unit, custom=custom, **fields)

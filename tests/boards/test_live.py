@@ -167,7 +167,7 @@ def test_variable_offers_values(scraped: System, variable: LabelVariable) -> Non
 def test_every_query_that_asks_for_exemplars_gets_some(scraped: System) -> None:
     now = time.time()
     asked = [query for panel in PANELS for query in panel.targets if query.exemplar]
-    assert len(asked) >= 4
+    assert len(asked) >= 2
     for query in asked:
         expr = fill(query.expr, rate_interval="5s")
         found = scraped.prometheus.get("query_exemplars", query=expr, start=now - 30, end=now)
