@@ -1,10 +1,10 @@
 """Every forecast model side by side on recorded series: error, calibration, width, speed, and how true chances of a breach are.
 
-    python benchmarks/forecast.py --series DIR [--json FILE] [--models auto,last_value] [--every 6] [--jobs 2]
+    python benchmarks/forecast.py --series DIR [--json FILE] [--models auto,last_value] [--every 6] [--jobs 2] [--half even]
 
 DIR holds CSV files `ds,y` on a 10-minute grid (empty y: missing). Forecasts are made hourly from the eighth day on, each from the
-seven days before it, in order, so that calibration knows only outcomes of its past. Prophet is slow and is run every three hours;
-its ratio to others is over the origins both have. Ratios are geometric means over series, against the last value with the
+seven days before it, in order, so that calibration knows only outcomes of its past. Prophet is slow and is run every three hours, statsforecast
+(AutoETS, a column where the extra `compare` is installed) every six; their ratios are over the origins both have. Ratios are geometric means over series, against the last value with the
 quantiles of its own past errors. A file whose name starts with kv_ or nab_cpu is a share in [0, 1], others are bounded by 0.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import sys
@@ -29,7 +30,8 @@ from observability.forecast.calibration import calibrate  # noqa: E402
 from observability.forecast.draft import ahead  # noqa: E402
 from observability.forecast.limits import Limit  # noqa: E402
 from observability.forecast.models import _usual, forecast, presentable  # noqa: E402
-from observability.forecast.series import FORECAST_SIGNALS, GridSeries, window  # noqa: E402
+from observability.forecast.series import FORECAST_SIGNALS, GridSeries, Window, window  # noqa: E402
+from observability.forecast.stack import fill  # noqa: E402
 from observability.store.forecasts import (  # noqa: E402
     DEFAULT_MODEL,
     HORIZON_STEPS,
@@ -45,9 +47,14 @@ THRESHOLDS = (90, 95, 99)
 MIDDLE = LEVELS.index(0.5)
 SHARES = ("kv_", "nab_cpu")
 #: Hours between origins of models that are too slow for every hour.
-SLOW = {"prophet": 3, "prophet_default": 3}
+SLOW = {"prophet": 3, "prophet_default": 3, "statsforecast": 6}
 REFERENCE = "reference"
-TITLES = {REFERENCE: "Last value, own errors", "prophet_default": "Prophet as documented", **MODEL_TITLES}
+TITLES = {
+    REFERENCE: "Last value, own errors",
+    "prophet_default": "Prophet as documented",
+    "statsforecast": "statsforecast AutoETS",
+    **MODEL_TITLES,
+}
 
 
 def read(path: Path) -> np.ndarray:
@@ -77,11 +84,22 @@ def reference(values: np.ndarray, series: GridSeries) -> np.ndarray:
     return np.clip(values[-1] + np.nanquantile(errors, LEVELS, axis=0).T, low, high)
 
 
+def statsforecast(seen: Window) -> np.ndarray:
+    """AutoETS with its own intervals: quantiles [HORIZON_STEPS, levels]. Without a season, since it drops one of 144 steps with a warning."""
+    from statsforecast.models import AutoETS
+
+    widths = [round(100 * (1 - 2 * level)) for level in LEVELS if level < 0.5]
+    said = AutoETS(season_length=1).forecast(y=fill(seen.values), h=HORIZON_STEPS, level=widths)
+    low, high = ([np.asarray(said[f"{side}-{width}"]) for width in widths] for side in ("lo", "hi"))
+    return np.stack((*low, np.asarray(said["mean"]), *reversed(high)), axis=1)
+
+
 def run(path: Path, model: str, every: int) -> dict[str, Any]:
     """All forecasts of one series by one model: quantiles [origins, HORIZON_STEPS, levels], what came, seconds, chances."""
     series = series_of(path)
     first = series.values[:WEEK]
     limits = [Limit(f"q{share:g}", float(np.nanquantile(first, share / 100))) for share in THRESHOLDS]
+    base = {limit.name: float(_usual(np.append(first, -np.inf), limit.value)[-1]) for limit in limits}
     step = max(every, 6 * SLOW.get(model, 0))
     places, tables, seconds = [], [], 0.0
     made: list[Forecast] = []
@@ -99,6 +117,8 @@ def run(path: Path, model: str, every: int) -> dict[str, Any]:
             from observability.forecast.prophet_model import fit_prophet
 
             table = presentable(np.quantile(fit_prophet(seen).samples, LEVELS, axis=1).T, series.signal)
+        elif model == "statsforecast":
+            table = presentable(statsforecast(seen), series.signal)
         else:
             one = forecast(seen, model, calibrate(series, made, now), limits=limits)
             made.append(one)
@@ -109,9 +129,8 @@ def run(path: Path, model: str, every: int) -> dict[str, Any]:
             for limit, said in zip(limits, one.breaches, strict=True):
                 if series.values[place] <= limit.value and np.isfinite(came).all():
                     alike = float(_usual(seen.values, limit.value)[-1])
-                    hours = np.lib.stride_tricks.sliding_window_view(seen.values > limit.value, HORIZON_STEPS)
                     happened = float((came > limit.value).any())
-                    chances[limit.name].append((said.raw[-1], said.chance, hours.any(axis=1).mean(), alike, happened))
+                    chances[limit.name].append((said.raw[-1], said.chance, base[limit.name], alike, happened))
         seconds += cpu_seconds() - start
         places.append(place)
         tables.append(table)
@@ -167,8 +186,8 @@ def summary(
 
 
 def reliability(chance: np.ndarray, usual: np.ndarray, alike: np.ndarray, outcome: np.ndarray) -> dict[str, Any]:
-    """Brier score, skill, calibration error and table of chances, each [n]. Skill is against `usual`, the share of all hours of the
-    window above the limit; `strict_skill` against `alike`, the share of those that began below it."""
+    """Brier score, skill, calibration error and table of chances, each [n]. Skill is against `usual`, how often the limit was passed from
+    below it in the first week, which sets it; `rolling_skill` against `alike`, the same in the seven days before each origin."""
     brier, climate, strict = (float(((said - outcome) ** 2).mean()) for said in (chance, usual, alike))
     bins = np.minimum((chance * 10).astype(int), 9)
     table = [
@@ -179,7 +198,7 @@ def reliability(chance: np.ndarray, usual: np.ndarray, alike: np.ndarray, outcom
     error = sum(row["n"] * abs(row["said"] - row["came"]) for row in table) / len(chance)
     return {
         "origins": len(chance), "events": float(outcome.mean()), "brier": brier, "climatology": climate, "skill": 1 - brier / climate,
-        "strict_skill": 1 - brier / strict, "calibration_error": float(error), "reliability": table,
+        "rolling_skill": 1 - brier / strict, "calibration_error": float(error), "reliability": table,
     }  # fmt: skip
 
 
@@ -202,15 +221,24 @@ def main() -> None:
         "--no-prophet", action="store_true", help="leave both Prophets out (they take most of the time)"
     )
     parser.add_argument("--every", type=int, default=6, help="steps of 10 minutes between origins (6)")
+    parser.add_argument(
+        "--half",
+        choices=("even", "odd"),
+        help="every other series, by name: settings from one half are judged on the other",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     options = parser.parse_args()
     files = sorted(options.series.glob("*.csv"))
+    if options.half:
+        files = files[options.half == "odd" :: 2]
     if not files:
         parser.error(f"{options.series} holds no CSV file; give a folder of files with the columns ds,y.")
     wanted = [name for name in options.models.split(",") if not (options.no_prophet and name in SLOW)]
     if unknown := set(wanted) - set(MODELS):
         parser.error(f"{', '.join(sorted(unknown))}: no such model; there are {', '.join(MODELS)}.")
     models = [REFERENCE, *wanted, *([] if options.no_prophet else ["prophet_default"])]
+    if importlib.util.find_spec("statsforecast"):
+        models.append("statsforecast")
     tasks = [(file, model, options.every) for model in models for file in files]
     results: dict[str, dict[str, Any]] = {model: {} for model in models}
     with (
@@ -253,14 +281,21 @@ def print_tables(report: dict[str, Any]) -> None:
             f"{TITLES[model]:24}{row['mae_ratio']:7.3f}{row['crps_ratio']:7.3f}{row['better']:8.0%}{row['coverage']:8.1%}"
             f"{row['coverage_worst']:8.1%}{row['coverage_distance']:7.3f}{row['width_ratio']:7.2f}{to_prophet:>9}{row['cpu_ms']:8.1f}{row['origins']:9}"
         )  # fmt: skip
+    if "statsforecast" not in report["models"]:
+        print('(no column statsforecast: it is not installed; pip install "kvscope[compare]")')
+    print(
+        f"one core refreshes {60e3 / report['models'][DEFAULT_MODEL]['cpu_ms']:.0f} series a minute by {TITLES[DEFAULT_MODEL]}"
+        if DEFAULT_MODEL in report["models"]
+        else ""
+    )
     print("\nchance of passing a quantile of the first week within the hour, from below it")
     print(
-        f"{'model':24}{'limit':>6}{'origins':>9}{'events':>8}{'Brier':>8}{'skill':>8}{'strict':>8}{'cal.err':>9}{'raw skill':>11}{'raw err':>9}"
+        f"{'model':24}{'limit':>6}{'origins':>9}{'events':>8}{'Brier':>8}{'skill':>8}{'rolling':>9}{'cal.err':>9}{'raw skill':>11}{'raw err':>9}"
     )
     for model, limits in report["decisions"].items():
         for name, row in limits.items():
             print(
-                f"{TITLES[model]:24}{name:>6}{row['origins']:9}{row['events']:8.1%}{row['brier']:8.4f}{row['skill']:8.3f}{row['strict_skill']:8.3f}"
+                f"{TITLES[model]:24}{name:>6}{row['origins']:9}{row['events']:8.1%}{row['brier']:8.4f}{row['skill']:8.3f}{row['rolling_skill']:9.3f}"
                 f"{row['calibration_error']:9.3f}{row['raw']['skill']:11.3f}{row['raw']['calibration_error']:9.3f}"
             )  # fmt: skip
     for model, limits in report["decisions"].items():

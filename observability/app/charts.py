@@ -387,3 +387,23 @@ def forecast(
     sheet.x["range"] = [moment(view.start, view.zone), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])]
     sheet.rule(GREY, "dot", x=now)
     return sheet.figure()
+
+
+def reliability(table: pd.DataFrame, height: int) -> go.Figure:
+    """How often what was said with a chance came true, beside the line on which all chances are right. `table`: said, came, n."""
+    sheet = _Sheet(height)
+    sheet.add(
+            "scatter",
+        x=[0, 100], y=[0, 100], mode="lines", name="as said", line={"color": GREY, "width": 1.4, "dash": "dot"}, hoverinfo="skip",
+    )  # fmt: skip
+    sheet.add(
+            "scatter",
+        x=table["said"] * 100, y=table["came"] * 100, mode="lines+markers", name="came true", customdata=table["n"],
+        line={"color": ORANGE, "width": 1.8}, marker={"size": 5 + 3 * np.log10(table["n"])},
+        hovertemplate="said %{x:.0f} %, came true %{y:.0f} % of %{customdata}<extra></extra>",
+    )  # fmt: skip
+    title = {"text": "chance that was said", "font": {"size": 10}, "standoff": 2}
+    quarters = {"tickvals": [0, 25, 50, 75, 100], "ticktext": ["0%", "25%", "50%", "75%", "100%"]}
+    sheet.x |= {"range": [-2, 102], "title": title, **quarters}
+    sheet.y |= {"range": [-2, 104], **quarters}
+    return sheet.figure()

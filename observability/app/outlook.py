@@ -5,17 +5,20 @@ Nothing here fits a model: forecasts are made by a worker and stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 
 from observability.app.queries import KV_USAGE, REQUESTS, quantile_signal
 from observability.app.view import View
 from observability.forecast.backtest import SCORED_SECONDS
+from observability.forecast.quality import BASELINE, QUALITY_SECONDS
 from observability.forecast.series import READ_STEP, grid_step, on_grid
 from observability.objectives import TTFT
 from observability.signals import Signal
-from observability.store.forecasts import HORIZON_STEPS, MODEL_TITLES, MODELS, level_column
+from observability.store.forecasts import HORIZON_STEPS, MODEL_TITLES, MODELS, Breach, level_column
 from observability.store.source import SeriesSource
 
 FORECAST_SIGNALS = (REQUESTS, KV_USAGE, quantile_signal(TTFT, 0.99))
@@ -49,12 +52,23 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
+class Lately:
+    """The same over the last day: `skill` is 1 - error over that of the last value, None where that is unknown or without error;
+    `coverage` by the share of the band."""
+
+    skill: float | None
+    coverage: Mapping[float, float]
+    outcomes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Outlook:
     """One signal seen by one forecast model.
 
     `ahead`: the newest forecast (time, step and quantile columns), empty when there is none or it was refused.
     `past`: forecasts one hour ahead of their time inside the view, with `actual`. `origin` is the Unix time up to which
-    the newest had data.
+    the newest had data. `breaches`: its chances of passing limits. `chances`: those of past forecasts whose hour is over and that began
+    below the limit (columns chance and happened, 0 or 1).
     """
 
     signal: Signal
@@ -66,6 +80,9 @@ class Outlook:
     note: str
     refused: str
     accuracy: Accuracy | None
+    lately: Lately | None = None
+    breaches: tuple[Breach, ...] = ()
+    chances: pd.DataFrame = field(default_factory=lambda: pd.DataFrame({"chance": [], "happened": []}))
 
     @property
     def title(self) -> str:
@@ -93,18 +110,25 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     made = [set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"]) for frame in stored.values()]
     some = [origins for origins in made if origins]
     shared = set.intersection(*some) if some else set()
-    models = [_outlook(view, signal, model, frame, actual, shared) for model, frame in stored.items()]
+    known = {
+        model: frame[frame["step"] > 0].assign(actual=lambda each: each["time"].map(actual)) for model, frame in stored.items()
+    }  # fmt: skip
+    base = _shared(known[BASELINE], shared, view)
+    base_error = _error(base)
+    models = [
+        _outlook(view, signal, model, frame, known[model], shared, base_error, actual) for model, frame in stored.items()
+    ]  # fmt: skip
     came = actual[actual.index > start]
     return Prospect(pd.DataFrame({"time": came.index, "value": came.to_numpy()}), models)
 
 
 def _outlook(
-    view: View, signal: Signal, model: str, stored: pd.DataFrame, actual: pd.Series, shared: set[pd.Timestamp]
-) -> Outlook:
+    view: View, signal: Signal, model: str, stored: pd.DataFrame, known: pd.DataFrame, shared: set[pd.Timestamp],
+    base_error: float, actual: pd.Series,
+) -> Outlook:  # fmt: skip
     if stored.empty:
         return Outlook(signal, model, stored, stored, None, (), "", "", None)
     newest = stored[stored["origin"] == stored["origin"].max()].sort_values("step")
-    known = stored[stored["step"] > 0].assign(actual=lambda frame: frame["time"].map(actual))
     start, end = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end))
     past = known[(known["step"] == HORIZON_STEPS) & (known["time"] > start) & (known["time"] <= end)].sort_values(
         "time"
@@ -113,7 +137,57 @@ def _outlook(
     return Outlook(
         signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
         str(first["note"]), str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
+        _lately(_shared(known, shared, view), base_error), tuple(first["breaches"]), chances(known, actual),
     )  # fmt: skip
+
+
+def _shared(known: pd.DataFrame, shared: set[pd.Timestamp], view: View) -> pd.DataFrame:
+    """Steps of the last day that were observed, of the origins that all models have."""
+    since = pd.Timestamp(view.end - QUALITY_SECONDS, unit="s", tz="UTC")
+    return known[known["origin"].isin(shared) & (known["origin"] > since)].dropna(subset=["actual"])
+
+
+def _error(known: pd.DataFrame) -> float:
+    return float((known[MEDIAN] - known["actual"]).abs().mean())
+
+
+def _lately(known: pd.DataFrame, base_error: float) -> Lately | None:
+    if known.empty:
+        return None
+    skill = 1.0 - _error(known) / base_error if base_error > 0 else None  # NaN is not above 0
+    coverage = {
+        share: float(known["actual"].between(known[low], known[high]).mean()) for share, (low, high) in BANDS.items()
+    }
+    return Lately(skill, coverage, len(known))
+
+
+def chances(known: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
+    """Said chance and what `happened` (1 or 0) of each forecast and limit, where all steps of its hour were observed and the series
+    was not above the limit when it was made. `known`: rows with origin, breaches and actual."""
+    rows = []
+    for origin, steps in known.groupby("origin"):
+        came, then = steps["actual"].to_numpy(), actual.get(origin, np.nan)
+        if len(came) == HORIZON_STEPS and np.isfinite(came).all() and np.isfinite(then):
+            rows += [
+                (each.chance, float(came.max() > each.limit))
+                for each in steps["breaches"].iloc[0]
+                if then <= each.limit
+            ]
+    return pd.DataFrame(rows, columns=["chance", "happened"], dtype="float64")
+
+
+def reliability(tried: pd.DataFrame) -> pd.DataFrame:
+    """Tenths of the said chance: mean `said`, share that `came` true, and `n`; tenths without any are left out."""
+    tenth = np.minimum((tried["chance"] * 10).astype(int), 9)
+    found = tried.groupby(tenth).agg(said=("chance", "mean"), came=("happened", "mean"), n=("chance", "size"))
+    return found.reset_index(drop=True)
+
+
+def skill(tried: pd.DataFrame) -> float | None:
+    """1 - Brier score over that of always saying how often it happened; None where it always or never did."""
+    usual = float(tried["happened"].mean())
+    base = usual * (1.0 - usual)
+    return 1.0 - float(((tried["chance"] - tried["happened"]) ** 2).mean()) / base if base > 0 else None
 
 
 def _accuracy(known: pd.DataFrame) -> Accuracy | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from html import escape
 
 import pandas as pd
 import streamlit as st
 
 from observability.app import charts, outlook, queries, ui
-from observability.app.outlook import Outlook
+from observability.app.outlook import Lately, Outlook
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
 from observability.app.view import View, moment
@@ -24,10 +25,20 @@ QUESTIONS = {
 HEIGHT = 385
 #: Forecasts are made every ten minutes; one whose data end this long before the view was not renewed.
 OLD_SECONDS = 1500.0
+#: Fewer chances with an outcome, or fewer of them that came true, say nothing of how true chances are.
+MIN_CHANCES, MIN_EVENTS = 30, 3
+CHANCES_HEIGHT = 230
+CHANCES_NOTE = (
+    "Each stored forecast of the last three days says how likely its series is to pass a limit within the hour. Of those whose hour is over, and that "
+    "began below the limit, chances are put into tenths: where 30 % was said, 3 of 10 should have passed it. The larger a point the "
+    "more forecasts. Forecasts of one hour overlap, so they are fewer independent ones than their number. Skill: 1 - Brier score over "
+    "that of always saying how often it happened; above 0 the chances tell hours apart."
+)
 NOTE = (
     "All values are means of ten minutes, drawn at their middle, measured ones too. Dotted: what was forecast one hour before, "
-    "with its 95 % interval. Bands: 50, 80 and 95 %. Mean error and coverage compare the stored forecasts of the last three days with what came: "
-    "a good 95 % interval covers 95 %, and a model is worth having where its error is below that of the last value. "
+    "with its 95 % interval. Bands: 50, 80 and 95 %. The mean error compares the stored forecasts of the last three days with what came; "
+    "skill and coverage those of the last 24 hours. Skill is 1 - error over that of the last value: a model is worth having above 0. A good 95 % "
+    "interval covers 95 %. The time until a limit is passed is the first by which that is more likely than not. "
     "Forecasts are made by `kvscope forecast`, never by this page."
 )
 
@@ -44,6 +55,32 @@ def draw(context: Context) -> None:
             ui.text_card(
                 context, _key(signal), QUESTIONS[signal.name], "10-min means", [signal], write, height=HEIGHT, note=NOTE
             )
+
+    write_chances = functools.partial(_chances, model=model or DEFAULT_MODEL)
+    ui.text_card(
+        context, "forecast-chances", "Can its chances be trusted?", "all limits, 3 days", outlook.FORECAST_SIGNALS, write_chances,
+        height=CHANCES_HEIGHT, note=CHANCES_NOTE,
+    )  # fmt: skip
+
+
+def _chances(context: Context, model: str) -> Content:
+    prospects = [outlook.prospect(context.source, context.view, signal) for signal in outlook.FORECAST_SIGNALS]
+    tried = pd.concat([each.chances for seen in prospects for each in seen.models if each.model == model])
+    events = int(tried["happened"].sum())
+    if len(tried) < MIN_CHANCES or not events >= MIN_EVENTS:
+        return Content(
+            absent=f"Too few to say: {len(tried)} chances of {MODEL_TITLES[model]} have an outcome and {events} came true; "
+            f"{MIN_CHANCES} and {MIN_EVENTS} are needed."
+        )
+    table = outlook.reliability(tried)
+    gap = float((table["n"] * (table["said"] - table["came"]).abs()).sum() / len(tried))
+    skill = outlook.skill(tried)
+    told = ABSENT if skill is None else f"{skill:.2f}"
+    words = (
+        f'<div class="figure"><b>{significant(gap * 100)} points</b><span>is how far chances of {escape(MODEL_TITLES[model])} were off on '
+        f"average; {len(tried)} chances, {events} came true, skill {told}</span></div>"
+    )
+    return Content(words, charts.reliability(table, CHANCES_HEIGHT), data=table)
 
 
 def _key(signal: Signal) -> str:
@@ -67,8 +104,9 @@ def _forecast(context: Context, signal: Signal, model: str) -> Content:
         prospect.came, chosen.past, chosen.ahead, signal.unit, charts.Frame(view, context.simulated, lines, HEIGHT),
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
-    data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True)
-    return Content(headline(chosen, view.end), figure, data=data, below=models_table(seen, signal, view))
+    data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True).drop(columns="breaches")
+    words = headline(chosen, view.end) + limits_line(chosen, view.end)
+    return Content(words, figure, data=data, below=models_table(seen, signal, view))
 
 
 def headline(chosen: Outlook, now: float) -> str:
@@ -84,6 +122,29 @@ def headline(chosen: Outlook, now: float) -> str:
         f'<div class="figure"><b>{quantity(last[outlook.MEDIAN], unit)}</b><span>in {_minutes(last["time"], now)} min, '
         f"95 %: {between(last[low], last[high], unit)}</span></div>"
     )
+
+
+def limits_line(chosen: Outlook, now: float) -> str:
+    """The chance of passing each limit within the forecast's hour, and when: the time by whose end that is more likely than not."""
+    if not chosen.breaches or chosen.refused or chosen.origin is None:
+        return '<p class="limits">No objective is set for it.</p>' if not chosen.refused else ""
+    said = []
+    for each in chosen.breaches:
+        seconds = each.seconds_until()
+        if seconds is None:
+            when = "&gt; 1 h"
+        else:
+            left = chosen.origin + seconds - now
+            when = f"within {max(1, math.ceil(left / 60))} min" if left > 0 else "now"
+        said.append(
+            f"above {setting(each.limit, chosen.signal.unit)}: <b>{_chance(each.chance)}</b>, time until then {when}"
+        )
+    return f'<p class="limits">{"<br>".join(said)}</p>'
+
+
+def _chance(share: float) -> str:
+    """A chance is never certain: the paths that it is counted from are some hundred."""
+    return "&lt; 1 %" if share < 0.01 else "&gt; 99 %" if share > 0.99 else f"{share * 100:.0f} %"
 
 
 def between(low: float, high: float, unit: str) -> str:
@@ -110,13 +171,12 @@ def models_table(seen: list[Outlook], signal: Signal, view: View) -> str:
     for each in seen:
         accuracy = each.accuracy
         if accuracy is None:
-            numbers = f"<td>{ABSENT}</td><td>{ABSENT}</td>"
+            numbers = f"<td>{ABSENT}</td>"
         else:
             mark = ' class="best"' if accuracy.mae == best else ""
-            numbers = (
-                f"<td{mark}>{error(accuracy.mae, signal.unit)}</td>"
-                f'<td title="of {accuracy.outcomes} outcomes">{percent(accuracy.coverage)}</td>'
-            )
+            told = f"{percent(accuracy.coverage)} of {accuracy.outcomes} outcomes were in the 95 % band"
+            numbers = f'<td{mark} title="{told}">{error(accuracy.mae, signal.unit)}</td>'
+        numbers += _last_day(each.lately)
         made = ABSENT if each.origin is None else f"{moment(each.origin, view.zone):%H:%M}"
         rows.append(f"<tr><td>{escape(each.title)}</td>{numbers}<td>{made}</td></tr>")
     notes = []
@@ -130,5 +190,16 @@ def models_table(seen: list[Outlook], signal: Signal, view: View) -> str:
     if scored is not None:
         afterwards = f", {percent(scored.hindcasts)} of them hindcast" if scored.hindcasts else ""
         notes.append(f"<li>{scored.outcomes} outcomes in 3 days{afterwards}</li>")
-    head = "<tr><th></th><th>mean error</th><th>95 % covers</th><th>data to</th></tr>"
+    head = "<tr><th></th><th>mean error</th><th>skill 24 h</th><th>95 % covers</th><th>data to</th></tr>"
     return f'<table class="plain">{head}{"".join(rows)}</table><ul class="notes">{"".join(notes)}</ul>'
+
+
+def _last_day(lately: Lately | None) -> str:
+    """Two cells: skill against the last value, and what the 95 % band covered (the others on hover)."""
+    if lately is None:
+        return f"<td>{ABSENT}</td>" * 2
+    skill = ABSENT if lately.skill is None else f"{lately.skill:.2f}"
+    bands = ", ".join(f"{share:.0%} band: {percent(covered)}" for share, covered in sorted(lately.coverage.items()))
+    return (
+        f'<td>{skill}</td><td title="{escape(bands)}; {lately.outcomes} outcomes">{percent(lately.coverage[0.95])}</td>'
+    )

@@ -16,8 +16,8 @@ from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast
 #: series at 90.6 %, 0.3 at 92.3, for 4 % of width.
 GAIN = 0.3
 MISSED = 0.05
-#: Standard deviations of the prior on offset and slope of the log odds: some hundred outcomes are needed to move them much.
-CHANCE_PRIOR = (0.3, 0.2)
+#: Standard deviations of the prior on offset and slope of the log odds: some dozen outcomes are needed to move them much.
+CHANCE_PRIOR = (0.6, 0.3)
 #: The factor stays between these.
 STRETCH = (0.25, 8.0)
 

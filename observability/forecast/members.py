@@ -112,18 +112,18 @@ def regressions(
     said = {}
     for name, scale in scales.items():
         z = scale.forward
-        features = _features(z)
+        columns = features(z)
         targets = ahead(np.where(seen, z, np.nan)) - z[:, None]
         targets[~seen] = np.nan
         for kind in KINDS:
             if name in kind.scales:
                 weights = (calm if kind.calm else 1.0) * 0.5 ** (age / kind.half_life)
-                past, following = _ridge(features, targets, weights, kind)
+                past, following = _ridge(columns, targets, weights, kind)
                 said[f"ridge {name} {kind.name}"] = (scale.back(z[:, None] + past), scale.back(z[-1] + following))
     return said
 
 
-def _features(z: np.ndarray) -> np.ndarray:
+def features(z: np.ndarray) -> np.ndarray:
     """[steps, features], each looking back only and relative to the value now: lags, means, and the day's shape ahead. Columns lie
     together in memory, as they are made."""
     calm = trailing_mean(z, 5)

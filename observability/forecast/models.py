@@ -76,8 +76,8 @@ def finished(
     quantiles = presentable(stretched(draft.quantiles, stretch), window.signal)
     if limits is None:
         limits = LIMITS.get(window.signal.name, ())
-    median = draft.quantiles[:, _MIDDLE]
-    paths = np.clip(median + stretch * (draft.paths - median), window.signal.bounds[0], window.signal.bounds[1])
+    # Paths are not stretched: chances have a calibration of their own, and at the tracked factor they are worse (0.0822 against 0.0771 Brier).
+    paths = np.clip(draft.paths, window.signal.bounds[0], window.signal.bounds[1])
     flags, note = window.flags, window.note
     if draft.fallback:
         flags, note = (*flags, "fallback"), "; ".join(filter(None, (note, draft.fallback)))

@@ -6,6 +6,8 @@ scale model its targets and are themselves, in units of that scale, the distribu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from observability.forecast.draft import Draft, ahead, whole_rows
@@ -30,24 +32,39 @@ _SCALE_PENALTY = 0.05
 _LEVELS = np.array(LEVELS)
 
 
+class Hindsight(NamedTuple):
+    """`filled` [steps]: the window without gaps. `past` [steps, HORIZON_STEPS]: what the members together say at each step, and
+    `errors` what came minus that (NaN: not observed); `centre` [HORIZON_STEPS] at the end. `scale` [steps]: errors to be expected."""
+
+    filled: np.ndarray
+    past: np.ndarray
+    centre: np.ndarray
+    errors: np.ndarray
+    scale: np.ndarray
+
+
 def stack(window: Window) -> Draft:
     """Quantiles and paths of the hour after `window`. Below two days smoothing and means alone are combined, and said to be."""
-    low, high = window.signal.bounds
-    values = window.values
+    seen = hindsight(window.values, window.signal.bounds)
+    draft = spread(seen.centre, seen.errors, seen.scale)
+    if len(window.values) < REGRESSION_STEPS:
+        history = duration(len(window.values) * STEP_SECONDS)
+        draft = draft._replace(
+            fallback=f"smoothing and means alone: {history} of history, two days are needed for a daily shape"
+        )
+    return draft
+
+
+def hindsight(values: np.ndarray, bounds: tuple[float, float | None]) -> Hindsight:
+    """Of `values` [steps] (NaN: not observed) of a metric within `bounds`."""
+    low, high = bounds
     filled = fill(values)
     calm = steady_volatility(values)
     found = members(values, filled, calm, (low, np.inf if high is None else high))
     came = np.where(np.isfinite(values)[:, None], ahead(values), np.nan)
     past, centre = combined(found, came)
     errors = came - past
-    scale = error_scale(filled, calm, errors)
-    draft = spread(centre, errors, scale)
-    if len(values) < REGRESSION_STEPS:
-        history = duration(len(values) * STEP_SECONDS)
-        draft = draft._replace(
-            fallback=f"smoothing and means alone: {history} of history, two days are needed for a daily shape"
-        )
-    return draft
+    return Hindsight(filled, past, centre, errors, error_scale(filled, calm, errors))
 
 
 def fill(values: np.ndarray) -> np.ndarray:

@@ -76,9 +76,8 @@ def forecast_frame(signal: Signal, forecasts: Sequence[Forecast]) -> pd.DataFram
     """Forecasts in the form that SeriesSource.forecasts describes."""
     rows = []
     for f in forecasts:
-        shared = {"flags": " ".join(f.flags), "note": f.note, "refused": f.refused, "hindcast": f.hindcast} | dict(
-            f.labels
-        )
+        shared = {"flags": " ".join(f.flags), "note": f.note, "refused": f.refused, "hindcast": f.hindcast}
+        shared |= {"breaches": f.breaches} | dict(f.labels)
         origin = pd.Timestamp(f.origin, unit="s", tz="UTC")
         if f.refused:
             rows.append({"origin": origin, "time": origin, "step": 0} | shared)

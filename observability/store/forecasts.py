@@ -36,8 +36,11 @@ def level_column(level: float) -> str:
 
 #: Columns of SeriesSource.forecasts before the signal's labels. One row a step; `time` is the end of the 10 minutes that
 #: are forecast, whose mean the quantiles are about; `origin` is the end of the last observed step. `hindcast` marks one made
-#: afterwards, from data up to its origin, to measure the model. A refusal has one row, step 0, without quantiles.
-FRAME_COLUMNS = ("origin", "time", "step", *map(level_column, LEVELS), "flags", "note", "refused", "hindcast")
+#: afterwards, from data up to its origin, to measure the model. `breaches`: the forecast's, the same tuple in each of its rows. A
+#: refusal has one row, step 0, without quantiles.
+FRAME_COLUMNS = (
+    "origin", "time", "step", *map(level_column, LEVELS), "flags", "note", "refused", "hindcast", "breaches",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

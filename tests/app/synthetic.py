@@ -10,7 +10,7 @@ import pandas as pd
 from observability import catalog
 from observability.app.outlook import FORECAST_SIGNALS
 from observability.signals import SIGNALS, Signal
-from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Breach, Forecast
 
 MODEL = "smollm2-135m"
 SHARES = {"queued": 0.46, "kv_wait": 0.12, "prefill": 0.17, "decode": 0.21, "preempted": 0.04}
@@ -123,15 +123,25 @@ def all_series(times: np.ndarray) -> dict[str, pd.DataFrame]:
 
 
 def forecasts(rows: dict[str, pd.DataFrame], end: float) -> list[Forecast]:
-    """Forecasts of every model each ten minutes of the last two hours: the value at the origin, with a symmetric band."""
+    """Forecasts of every model each ten minutes of the last three hours: the value at the origin, with a symmetric band, and the
+    chance of passing a middle and a high value of the signal."""
     made = []
     for signal in FORECAST_SIGNALS:
         frame = rows[signal.name].set_index("time")["value"]
-        for origin in np.arange(end // 600 * 600 - 7200, end + 1, 600.0):
+        limits = {name: float(frame.quantile(share)) for name, share in (("middle", 0.5), ("high", 0.8))}
+        for origin in np.arange(end // 600 * 600 - 9600, end + 1, 600.0):
             value = float(frame[: pd.Timestamp(origin, unit="s", tz="UTC")].iloc[-1])
             for model in MODELS:
                 scale = 0.4 if model == "prophet" else 0.6
                 spread = np.outer(np.sqrt(np.arange(1, HORIZON_STEPS + 1)), (np.array(LEVELS) - 0.5) * scale * value)
                 quantiles = np.clip(value + spread, 0, 1 if signal.unit == "ratio" else None)
-                made.append(Forecast(signal.name, {"model": MODEL}, model, origin, quantiles, flags=("short_history",), hindcast=origin < end - 3600))  # fmt: skip
+                breaches = tuple(breach(name, limit, quantiles) for name, limit in limits.items())
+                made.append(Forecast(signal.name, {"model": MODEL}, model, origin, quantiles, flags=("short_history",), hindcast=origin < end - 3600, breaches=breaches))  # fmt: skip
     return made
+
+
+def breach(name: str, limit: float, quantiles: np.ndarray) -> Breach:
+    """The chance of each step, the largest so far."""
+    above = [1 - np.interp(limit, row, LEVELS, left=0, right=1) for row in quantiles]
+    passed = tuple(map(float, np.maximum.accumulate(above)))
+    return Breach(name, limit, passed, passed)

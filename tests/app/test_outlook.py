@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -10,12 +13,14 @@ import pandas as pd
 import pytest
 
 from observability.app import charts, outlook
-from observability.app.page_forecast import between, error, headline, models_table
+from observability.app.page_forecast import _chances, between, error, headline, limits_line, models_table
+from observability.app.ui import Context
 from observability.app.view import View
 from observability.forecast.backtest import scores
+from observability.forecast.quality import quality
 from observability.forecast.series import read_series
 from observability.store.embedded import EmbeddedStore, create
-from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Breach, Forecast
 from tests.app import synthetic
 
 SIGNAL = outlook.FORECAST_SIGNALS[0]
@@ -114,7 +119,7 @@ def test_a_refused_forecast_says_why_and_none_is_invented(
     assert "only 2 steps" in headline(prophet, view.end)
     assert last.origin is None
     table = models_table([prophet, last], SIGNAL, view)
-    assert table.count("–") == 5
+    assert table.count("–") == 7
     assert "0 req/s" not in table
 
 
@@ -137,3 +142,87 @@ def test_intervals_and_errors_read_well() -> None:
     assert between(0.9, 1.2, "seconds") == "900 ms to 1.20 s"
     assert error(0.0399, "ratio") == "3.99 points"
     assert error(0.156, "requests/s") == "0.156 req/s"
+
+
+def test_skill_and_coverage_of_the_last_day_are_those_of_the_stored_forecasts(
+    source: EmbeddedStore, view: View
+) -> None:
+    """As `kvscope forecast --serve` exposes them."""
+    (series,) = read_series(source, SIGNAL, view.end)
+    stored = {model: source.stored_forecasts(SIGNAL.name, view.where, model) for model in MODELS}
+    exposed = {each.model: each for each in quality(series, view.end, stored)}
+    for seen in outlook.prospect(source, view, SIGNAL).models:
+        assert seen.lately is not None
+        truth = exposed[seen.model]
+        assert seen.lately.skill == pytest.approx(truth.skill)
+        assert seen.lately.outcomes == truth.targets
+        assert {round(100 * share): covered for share, covered in seen.lately.coverage.items()} == pytest.approx(
+            dict(truth.coverage)
+        )
+
+
+def test_reliability_counts_each_chance_of_an_hour_that_is_over_and_began_below_the_limit(
+    source: EmbeddedStore, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    for model in MODELS:
+        truth = []
+        for made in source.stored_forecasts(SIGNAL.name, view.where, model):
+            came = [mean_of_rows(rows, time) if time <= view.end else None for time in made.times]
+            then = mean_of_rows(rows, made.origin)
+            known = [value for value in came if value is not None]
+            truth += [
+                (each.chance, any(value > each.limit for value in known))
+                for each in made.breaches
+                if len(known) == HORIZON_STEPS and then is not None and then <= each.limit
+            ]
+        tried = by_name(source, view)[model].chances
+        assert len(truth) > 3
+        assert [(said, bool(happened)) for said, happened in tried.itertuples(index=False)] == truth
+        table = outlook.reliability(tried)
+        for said, came_true, n in table.itertuples(index=False):
+            mine = [(p, happened) for p, happened in truth if int(p * 10) == int(said * 10)]
+            assert (len(mine), fmean(p for p, _ in mine)) == (n, pytest.approx(said))
+            assert fmean(happened for _, happened in mine) == pytest.approx(came_true)
+        assert table["n"].sum() == len(truth)
+
+
+def test_skill_of_chances_is_against_always_saying_how_often_it_happened() -> None:
+    tried = pd.DataFrame({"chance": [0.9, 0.2, 0.1, 0.4], "happened": [1.0, 0.0, 0.0, 1.0]})
+    assert outlook.skill(tried) == pytest.approx(1 - (0.01 + 0.04 + 0.01 + 0.36) / 4 / 0.25)
+    assert outlook.skill(tried.assign(happened=0.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("chances", "age", "chance", "when"),
+    [
+        ((0.0, 0.1, 0.2, 0.3, 0.4, 0.49), 0, "49 %", "&gt; 1 h"),
+        ((0.1, 0.2, 0.6, 0.7, 0.8, 0.9), 120, "90 %", "within 28 min"),
+        ((0.7, 0.8, 0.9, 0.9, 1.0, 1.0), 900, "&gt; 99 %", "now"),
+        ((0.0, 0.0, 0.0, 0.0, 0.0, 0.001), 0, "&lt; 1 %", "&gt; 1 h"),
+    ],
+)
+def test_chance_and_first_passage_of_a_limit_are_said(
+    source: EmbeddedStore, view: View, chances: tuple[float, ...], age: float, chance: str, when: str
+) -> None:
+    seen = by_name(source, view)["auto"]
+    assert seen.origin is not None
+    told = limits_line(replace(seen, breaches=(Breach("kv", 4.0, chances, chances),)), seen.origin + age)
+    assert f"<b>{chance}</b>" in told
+    assert told.endswith(f"{when}</p>")
+    assert limits_line(replace(seen, breaches=(), refused="no data"), view.end) == ""
+
+
+def test_with_few_outcomes_the_page_says_so_instead_of_drawing(
+    tmp_path: Path, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    store = create(tmp_path / "store.db")
+    store.append(SIGNAL.name, rows[SIGNAL.name])
+    context = Context(store, view, ())
+    assert "0 chances of Auto stack have an outcome" in _chances(context, "auto").absent
+
+
+def test_no_page_fits_a_model() -> None:
+    """Nothing that the app imports can run one."""
+    code = "import sys, observability.app.pages; print([m for m in sys.modules if m.endswith(('forecast.models', 'forecast.stack', 'prophet'))])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -10,8 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from observability.forecast.backtest import scores
 from observability.forecast.models import forecast
 from observability.forecast.series import on_grid, read_series, window, within_bounds
+from observability.forecast.stack import hindsight
 from observability.signals import Signal
 from observability.store.embedded import create
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Forecast
@@ -212,3 +214,22 @@ def test_absent_readings_of_a_store_are_nan_and_simulated_ones_are_flagged(tmp_p
         assert np.isnan(each.values[gap]).all()
         assert not (each.values == 0).any()
         assert "simulated" in window(each, END + 30).flags
+
+
+def test_errors_count_only_where_a_value_was_observed() -> None:
+    """Neither the errors that a forecast is made of nor those by which it is judged come from filled places."""
+    values = mostly_absent()
+    seen = hindsight(values, REQUESTS.bounds)
+    observed = np.isfinite(values)
+    for h in range(1, HORIZON_STEPS + 1):
+        pairs = np.zeros(len(values), bool)
+        pairs[:-h] = observed[:-h] & observed[h:]
+        assert np.array_equal(np.isfinite(seen.errors[:, h - 1]), pairs)
+    series = gridded(values)
+    origins = [float(end) for end in series.ends[200:400][observed[200:400]]]
+    made = [forecast(window(series, at), "last_value") for at in origins]
+    (score,) = scores(series, END, {"last_value": made})
+    place = {end: i for i, end in enumerate(series.ends.tolist())}
+    targets = [values[place[at] + h] for at in origins for h in range(1, HORIZON_STEPS + 1)]
+    assert score.targets == np.isfinite(targets).sum()
+    assert 0 < score.targets < 0.5 * len(targets)
