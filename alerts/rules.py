@@ -1,7 +1,7 @@
 """All recording and alerting rules, and the Prometheus rule files made of them.
 
 Recording rules are the signals of observability/signals.py plus the few series that only alerts need: other windows, a
-split by instance (symptoms.py, splits.py), burn rates (burn.py). Alerts are in burn.py and symptoms.py. Thresholds come from
+split by instance (symptoms.py, splits.py), burn rates (burn.py). Alerts are in burn.py, symptoms.py and forecasts.py. Thresholds come from
 observability/objectives.py, so that a line on a board and an alert agree.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from alerts import burn, splits, symptoms
+from alerts import burn, forecasts, splits, symptoms
 from alerts.links import GRAFANA_URL, board_url, runbook_url
 from alerts.types import Alert, Recording
 from observability import catalog as c
@@ -32,10 +32,11 @@ EXTRA_RECORDINGS: tuple[Recording, ...] = (
     HAZARD,
     *splits.RECORDINGS,
     *symptoms.RECORDINGS,
+    *forecasts.RECORDINGS,
     *burn.recordings(),
     *burn.slow_recordings(),
 )
-ALERTS: tuple[Alert, ...] = (*burn.alerts(), *symptoms.ALERTS)
+ALERTS: tuple[Alert, ...] = (*burn.alerts(), *symptoms.ALERTS, *forecasts.ALERTS)
 #: One runbook for each.
 ALERT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(alert.name for alert in ALERTS))
 
@@ -80,6 +81,7 @@ def recordings() -> dict[str, list[Recording]]:
     return groups | {
         "splits": list(splits.RECORDINGS),
         "symptoms": list(symptoms.RECORDINGS),
+        "forecasts": list(forecasts.RECORDINGS),
         "objectives": list(burn.recordings()),
         "budget": list(burn.slow_recordings()),
     }

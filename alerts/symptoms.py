@@ -110,6 +110,8 @@ RECORDINGS: tuple[Recording, ...] = (
     Recording(LOOKUPS, f"sum by ({', '.join(_ML)}) (increase({c.KV_LOOKUPS.series}[30m]))"),
 )
 
+#: What makes forecasts is no source: KvscopeForecastStale speaks of it.
+_DOWN = f'up{{job=~"{JOB}|{JOB}-.+",job!="{JOB}-forecast"}} == 0'
 #: An adapter's series carry the engine that they were read from.
 _ON_MI = "on (model, instance, engine)"
 _WHERE = "{{ $labels.model }} on {{ $labels.instance }}"
@@ -121,10 +123,10 @@ ALERTS: tuple[Alert, ...] = (
         severity="critical",
         expr=(
             f"{AGE} > {o.STALE_AFTER_SECONDS:g}\n"
-            f'or up{{job=~"{JOB}|{JOB}-.+"}} == 0\n'
+            f"or {_DOWN}\n"
             # engines read through adapters have no time of the last update, but they have running requests, be it 0
             f"or absent({c.LAST_UPDATE.name}) unless on () model:kvscope_requests_running:sum "
-            f'unless on () (up{{job=~"{JOB}|{JOB}-.+"}} == 0)'  # which says so by itself, and of which one
+            f"unless on () ({_DOWN})"  # which says so by itself, and of which one
         ),
         hold="2m",
         keep_firing="1m",

@@ -33,6 +33,7 @@ TITLES = {
     "kv-cache": ("KV cache", "batching"),
     "quantization": ("Quantization", "kv-cache"),
     "batching": ("Batching", "p99"),
+    "forecast": ("Forecast", "trends"),
     "trends": ("Trends", "overview"),
     "hardware": ("Hardware", "batching"),
     "engines": ("Engines", "exporter"),

@@ -346,6 +346,14 @@ KV_FIXED_BYTES = _gauge(
     "kvscope_kv_fixed_bytes", "bytes", _M,
     "KV memory of running requests that does not grow with their length (sliding windows), beside the blocks.",
 )  # fmt: skip
+KV_BYTES_PER_TOKEN = _gauge(
+    "kvscope_kv_bytes_per_token", "bytes", _M,
+    "KV memory that a sequence grows by for each token (in full-precision blocks). A sequence takes this times its length, and its fixed part.",
+)  # fmt: skip
+KV_FIXED_PER_SEQUENCE = _gauge(
+    "kvscope_kv_fixed_bytes_per_sequence", "bytes", _M,
+    "KV memory of a running sequence that does not grow with its length (sliding windows). Absent where a model has none.",
+)  # fmt: skip
 KV_HOST_BLOCKS = _gauge(
     "kvscope_kv_host_blocks", "blocks", ("model", "state"),
     "Host-tier blocks by state: free, cached (evicted from the device, can be hit), pinned (of swapped-out requests).",

@@ -404,6 +404,7 @@ _FREE = {"state": ("free", "evictable")}  # allocatable: what external fragmenta
 _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS), "model")
+_free_tokens = Product(_sum(Gauge(c.KV_BLOCKS, _FREE), "model"), Aggregate("max", Gauge(c.KV_BLOCK_SIZE), M), M)
 
 
 def _gpu_signals() -> list[Signal]:
@@ -455,6 +456,8 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model_state:kvscope_kv_blocks:sum", "KV blocks by state", "blocks", _sum(Gauge(c.KV_BLOCKS), "model", "state"), ("model", "state")),
     Signal("model_layout:kvscope_kv_layout_blocks:sum", "KV blocks by layout", "blocks", _sum(Gauge(c.KV_LAYOUT_BLOCKS), "model", "layout"), ("model", "layout")),
     Signal("model:kvscope_kv_stored_tokens:sum", "Tokens held in the KV pool", "tokens", _sum(Gauge(c.KV_STORED_TOKENS), "model"), M),
+    Signal("model:kvscope_kv_free_tokens:sum", "Tokens for which the KV pool has room", "tokens", _free_tokens, M),
+    Signal("model:kvscope_kv_free_requests:mean_length", "Requests of the present mean length for which the KV pool has room", "requests", Ratio(Product(_free_tokens, _sum(Gauge(c.REQUESTS_RUNNING), "model"), M), _sum(Gauge(c.KV_STORED_TOKENS), "model"), M), M),
     Signal("model:kvscope_kv_evicted_blocks:rate5m", "Blocks evicted per second", "blocks/s", _rate(c.KV_EVICTED_BLOCKS, "model"), M),
     *_residency_signals(),
     Signal(

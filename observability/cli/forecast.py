@@ -37,8 +37,8 @@ Examples:
 
   kvscope forecast --jobs 8                               thousands of series: on 8 processes (--dask ADDRESS: on a Dask cluster)
 """
-SIGNAL_NAMES = ("requests", "kv_usage", "queue", "ttft_p99", "e2e_p99")
-_UNITS = {"requests/s": "/s", "ratio": "", "requests": "", "seconds": " s"}
+SIGNAL_NAMES = ("requests", "kv_usage", "kv_free_tokens", "kv_free_requests", "queue", "ttft_p99", "e2e_p99")
+_UNITS = {"requests/s": "/s", "ratio": "", "requests": "", "tokens": "", "seconds": " s"}
 _UNIT_SECONDS = {"m": 60, "h": 3600}
 
 

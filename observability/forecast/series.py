@@ -20,6 +20,8 @@ from observability.store.source import SeriesSource
 FORECAST_SIGNALS: Mapping[str, Signal] = {
     "requests": BY_NAME["model:kvscope_requests_received:rate5m"],
     "kv_usage": BY_NAME["model:kvscope_kv_usage:ratio"],
+    "kv_free_tokens": BY_NAME["model:kvscope_kv_free_tokens:sum"],
+    "kv_free_requests": BY_NAME["model:kvscope_kv_free_requests:mean_length"],
     "queue": BY_NAME["model:kvscope_requests_waiting:sum"],
     "ttft_p99": BY_NAME[f"model:{TTFT.family.name}:p99_5m"],
     "e2e_p99": BY_NAME[f"model:{E2E.family.name}:p99_5m"],
@@ -83,10 +85,10 @@ def grid_step(now: float) -> float:
     return now // STEP_SECONDS * STEP_SECONDS
 
 
-def read_series(source: SeriesSource, signal: Signal, now: float) -> list[GridSeries]:
-    """Every series of `signal` over the last 8 days. Raises StoreError."""
+def read_series(source: SeriesSource, signal: Signal, now: float, seconds: float = READ_SECONDS) -> list[GridSeries]:
+    """Every series of `signal` over the last `seconds`. Raises StoreError."""
     end = grid_step(now)
-    start = end - READ_SECONDS
+    start = end - seconds
     frame = source.range(signal.name, start + READ_STEP, now // READ_STEP * READ_STEP, READ_STEP)
     if frame.empty:
         return []
@@ -110,16 +112,18 @@ def within_bounds(values: np.ndarray, signal: Signal) -> np.ndarray:
     return np.where(possible, np.clip(values, low, high), np.nan)
 
 
-def on_grid(times: np.ndarray, values: np.ndarray, start: float, end: float) -> tuple[np.ndarray, np.ndarray]:
+def on_grid(
+    times: np.ndarray, values: np.ndarray, start: float, end: float, *, readings: float = _READINGS
+) -> tuple[np.ndarray, np.ndarray]:
     """Ends of the steps in (start, end] and the mean of the finite values in each (step end - 600, step end]; NaN where
-    less than half of the readings are there. Order and duplicates of `times` (Unix seconds) do not matter."""
+    less than half of the `readings` of a step are there. Order and duplicates of `times` (Unix seconds) do not matter."""
     steps = round((end - start) / STEP_SECONDS)
     ends = start + STEP_SECONDS * np.arange(1, steps + 1, dtype=np.float64)
     place = np.ceil((times - start) / STEP_SECONDS).astype(np.int64) - 1
     keep = np.isfinite(values) & (place >= 0) & (place < steps)
     place, count = place[keep], np.bincount(place[keep], minlength=steps)
     total = np.bincount(place, weights=values[keep], minlength=steps)
-    return ends, np.where(count >= _READINGS / 2, total / np.maximum(count, 1), np.nan)
+    return ends, np.where(count >= readings / 2, total / np.maximum(count, 1), np.nan)
 
 
 def window(series: GridSeries, now: float) -> Window:

@@ -57,6 +57,7 @@ class KVState:
     host: Sequence[int] | None = None  # blocks by HOST_STATES; None: no host tier
     fixed_bytes: int | None = None  # of running requests beside blocks; None: the model has no such part
     fixed_reserved_bytes: int = 0  # of as many requests as can run
+    fixed_bytes_per_sequence: int | None = None  # of one of them; None: the model has no such part
     residency: Sequence[PoolResidency | None] = (None,) * len(c.POOLS)  # by POOLS; None: no such pool, or unbounded
     eviction_memory_seconds: float | None = None  # None: no eviction was forgotten
 
@@ -254,6 +255,8 @@ class Cells(StepClock):
             lambda g: absent if g.kv.compressed is None else g.kv.compressed,
         )  # fmt: skip
         yield gauges(c.KV_FIXED_BYTES, by_model, lambda g: (nan if g.kv.fixed_bytes is None else g.kv.fixed_bytes,))
+        yield gauges(c.KV_BYTES_PER_TOKEN, by_model, lambda g: (g.kv.bytes_per_block / g.kv.block_size or nan,))
+        yield gauges(c.KV_FIXED_PER_SEQUENCE, by_model, lambda g: (g.kv.fixed_bytes_per_sequence or nan,))
         yield gauges(
             c.KV_HOST_BLOCKS, [(m, state) for state in c.HOST_STATES],
             lambda g: absent if g.kv.host is None else g.kv.host,

@@ -277,4 +277,41 @@ CASES: tuple[AlertCase, ...] = (
         description="0.067 measurements a second of m were refused or corrected for ten minutes.",
         settle=10, pending=5, fires=12, steady=14, recovers=17, few=False,
     ),
+    AlertCase(
+        alert="KvscopeKVExhaustionPredicted",
+        courses=(
+            Course('kvscope_forecast_breach_probability_ratio{instance="f:1",model="m",signal="kv_usage",limit="kv_exhaustion",horizon="60m"}', "gauge", 0.1, 0.75, 0.4),
+            Course('kvscope_forecast_origin_timestamp_seconds{instance="f:1",model="m",signal="kv_usage"}', "clock", 1, 1, 1),
+            *_blocks(50, 80, 80),
+        ),
+        labels={"severity": "warning", "model": "m", "signal": "kv_usage", "limit": "kv_exhaustion", "horizon": "60m"},
+        description=(
+            "Two forecasts in a row give 75% for more than 95 % of the KV blocks of m being held at some time of the next hour."
+        ),
+        settle=15, pending=10, fires=12, steady=14, recovers=12,
+    ),
+    AlertCase(
+        alert="KvscopeForecastStale",
+        courses=(
+            Course('up{job="kvscope-forecast",instance="f:1"}', "gauge", 1, 1),
+            Course('kvscope_forecast_last_run_timestamp_seconds{instance="f:1",job="kvscope-forecast"}', "clock", 1, 0),
+        ),
+        labels={"severity": "warning", "instance": "f:1"},
+        description=(
+            "f:1 made its newest forecasts too long ago, or does not answer (seconds since then, or 0 for no answer: 2400): what the board "
+            "Forecast shows is of the past, and alerts on forecasts are blind."
+        ),
+        settle=10, pending=33, fires=36, steady=40, recovers=7, few=False,
+    ),
+    AlertCase(
+        alert="KvscopeForecastCoverageOff",
+        courses=(
+            Course('kvscope_forecast_coverage_ratio{instance="f:1",model="m",signal="queue",forecaster="auto",band="95"}', "gauge", 0.95, 0.8, 0.5),
+            Course('kvscope_forecast_scored_targets{instance="f:1",model="m",signal="queue",forecaster="auto"}', "gauge", 138, 138, 24),
+            Course('kvscope_forecast_info{instance="f:1",model="m",signal="queue",forecaster="auto",status="own",history="real"}', "gauge", 1, 1, 1),
+        ),
+        labels={"severity": "warning", "model": "m", "signal": "queue", "forecaster": "auto", "band": "95"},
+        description="Of the last 24 hours of queue of m, 80% lay inside the 95 % band of auto (alert below 85 %).",
+        settle=10, pending=20, fires=32, steady=40, recovers=32,
+    ),
 )  # fmt: skip

@@ -18,10 +18,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pandas as pd
 import torch
 
 from alerts import adapters, rules
+from alerts.forecasts import FORECAST_JOB
 from alerts.links import JOB
+from exporters.forecast import ForecastMetrics
 from exporters.prometheus import Exporter, start_exporter
 from observability import catalog
 from observability.engine.clock import MonotonicClock
@@ -31,6 +34,9 @@ from observability.engine.loop import EngineThread
 from observability.engine.model.loading import load_model
 from observability.engine.types import EngineConfig, Request, SamplingParams
 from observability.errors import KvscopeError
+from observability.forecast.series import FORECAST_SIGNALS
+from observability.forecast.worker import run_once
+from observability.store.embedded import create
 from observability.telemetry.recorder import Telemetry
 from tests.gpu.conftest import HEALTHY
 
@@ -180,6 +186,23 @@ def start_gpu_exporter(spawn: Callable[..., Any], folder: Path, library: Path) -
     return address
 
 
+def start_forecast_exporter(folder: Path) -> Exporter:
+    """The forecasts of a store with five hours of every signal that is forecast: a KV pool that is nearly full, and waves."""
+    store = create(folder / "forecasts.sqlite")
+    now = time.time()
+    times = np.arange(now - 5 * 3600, now + 1, 60.0) // 60 * 60
+    rng = np.random.default_rng(3)
+    for signal in FORECAST_SIGNALS.values():
+        values = 5 + np.sin(times / 3000) + rng.normal(0, 0.1, len(times))
+        if signal.bounds[1] == 1.0:
+            values = np.clip(0.93 + 0.03 * rng.normal(0, 1, len(times)), 0, 1)
+        stamps = pd.to_datetime(times, unit="s", utc=True)
+        store.append(signal.name, pd.DataFrame({"time": stamps, "model": MODEL, "value": values}))
+    metrics = ForecastMetrics()
+    run_once(store, store, list(FORECAST_SIGNALS.values()), publish=metrics.publish)
+    return start_exporter(metrics)
+
+
 def start_prometheus(
     spawn: Callable[..., Any],
     program: Callable[[str], str],
@@ -189,6 +212,7 @@ def start_prometheus(
     engines: Mapping[str, str] = {},
     address: str,
     alertmanager: str | None = None,
+    forecasts: str | None = None,
     cors: bool = False,
 ) -> Prometheus:
     """Prometheus on `address` with the generated rules: scrapes each second, evaluates each second, holds alerts for two.
@@ -207,6 +231,7 @@ def start_prometheus(
         "rule_files": list(files),
         "scrape_configs": [
             {"job_name": JOB, "static_configs": [{"targets": targets}]},
+            *({"job_name": FORECAST_JOB, "static_configs": [{"targets": [at]}]} for at in filter(None, (forecasts,))),
             *({"job_name": f"{JOB}-{engine}", "static_configs": [{"targets": [at]}]} for engine, at in engines.items()),
         ],
     }

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
-from alerts import burn, rules, symptoms
+from alerts import burn, forecasts, rules, symptoms
 from alerts.links import board_url, runbook_url
 from dashboards import runbooks
 from dashboards.boards import BOARDS as MAKERS
@@ -267,7 +267,9 @@ def test_every_alert_is_explained_on_the_board_that_it_links() -> None:
 def test_quantities_start_at_zero(panel: Json) -> None:
     if panel["type"] in ("timeseries", "bargauge", "stat"):
         differences = any(" offset " in t["expr"] and " - " in t["expr"] for t in panel["targets"])
-        signed = panel["fieldConfig"]["defaults"]["unit"] == "dB"
+        signed = panel["fieldConfig"]["defaults"]["unit"] == "dB" or any(
+            "forecast_skill" in t["expr"] for t in panel["targets"]
+        )
         assert differences or signed or panel["fieldConfig"]["defaults"]["min"] == 0
 
 
@@ -374,6 +376,7 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
         symptoms.FALLBACK_RATE: "the floor of two alerts",
         symptoms.PREEMPTIONS: "the floor of an alert",
         symptoms.LOOKUPS: "the floor of an alert",
+        forecasts.TARGETS: "the floor of an alert",
     }
     elsewhere["model_window:kvscope_kv_regret_tokens:rate5m"] = "the board shows its share of the tokens looked up"
     for family in ("kv_idle_before_eviction", "kv_reuse_gap"):

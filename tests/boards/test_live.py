@@ -71,9 +71,13 @@ def system(
     vllm = Server()
     vllm.pages["/metrics"] = (data_dir / CAPTURE).read_text()
     alertmanager = live.free_address()
+    started_here = contextlib.ExitStack()
     try:
         live.start_alertmanager(spawn, program, folder, alertmanager, webhook.url)
         live.wait_until_ready(f"http://{alertmanager}")
+        # before the engine, whose tokens would wait for the fits
+        forecasts = live.start_forecast_exporter(folder)
+        started_here.callback(forecasts.stop)
         # what is scraped answers before the first scrape: here alerts hold for two seconds only
         engine.start()
         gpus = live.start_gpu_exporter(spawn, folder, nvml_folder)
@@ -81,7 +85,8 @@ def system(
         wait_for(lambda: live.answers(f"http://{gpus}/metrics"), 60, "the GPU exporter")
         prometheus = live.start_prometheus(
             spawn, program, folder, targets,
-            engines={"vllm": vllm.address}, address=live.free_address(), alertmanager=alertmanager,
+            engines={"vllm": vllm.address}, forecasts=forecasts.url.removeprefix("http://").removesuffix("/metrics"),
+            address=live.free_address(), alertmanager=alertmanager,
         )  # fmt: skip
         live.wait_until_ready(prometheus.url)
         yield System(engine, prometheus, webhook)
@@ -89,6 +94,7 @@ def system(
         engine.stop()
         webhook.stop()
         vllm.end()
+        started_here.close()
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -112,7 +118,7 @@ def scraped(system: System) -> System:
 def _answer(prometheus: live.Prometheus, query: Query, values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Series with at least one finite sample, as the panel would get them over the last 8 seconds."""
     # no engine here has run for a week: what is compared with the past is compared with a moment ago
-    expr = re.sub("offset 1[dw]", "offset 2s", fill(query.expr, values, rate_interval="5s"))
+    expr = re.sub("offset 1[dwh]", "offset 2s", fill(query.expr, values, rate_interval="5s"))
     now = time.time()
     if query.instant:
         result = prometheus.get("query", query=expr)["result"]

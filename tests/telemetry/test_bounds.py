@@ -69,7 +69,14 @@ def test_an_engine_with_everything_on_and_every_tenant_stays_within_its_budget_o
     attention = [(group, 0.1, 10.0) for group in ("00-09", "10-19", "20-29")]
     b.t.quant_compared(b.submit(), "int8", 0.01, True, attention)
     state = kv_state(free=60, evictable=1, active=3, stored=40)
-    state = replace(state, compressed=(5, 2, 1), bytes_per_compressed_block=256, host=(9, 1, 0), fixed_bytes=512)
+    state = replace(
+        state,
+        compressed=(5, 2, 1),
+        bytes_per_compressed_block=256,
+        host=(9, 1, 0),
+        fixed_bytes=512,
+        fixed_bytes_per_sequence=256,
+    )
     lives = Ledger(64, b.clock).residency()
     b.t.publish(replace(state, residency=(lives, lives, lives), eviction_memory_seconds=60.0), [0, 2, 0], [1, 0, 0])
     assert not b.anomalies()

@@ -25,10 +25,17 @@ from observability.engine.types import EngineConfig, PromptSpan, Request, Sampli
 from observability.errors import KvscopeError  # noqa: E402
 
 #: Families that must not move in a healthy run, or are constant by nature, or are those of foreign engines.
-CONSTANT = {c.ENGINE, *c.FOREIGN_FAMILIES, c.ANOMALIES_TOTAL, c.KV_BLOCK_SIZE, c.KV_CAPACITY_BLOCKS}
+CONSTANT = {
+    c.ENGINE,
+    *c.FOREIGN_FAMILIES,
+    c.ANOMALIES_TOTAL,
+    c.KV_BLOCK_SIZE,
+    c.KV_CAPACITY_BLOCKS,
+    c.KV_BYTES_PER_TOKEN,
+}
 #: Of mechanisms that are switched off here, see test_mechanism_traffic.
 OF_MECHANISMS = {
-    c.KV_LAYOUT_CHANGES, c.KV_COMPRESSED_BLOCKS, c.KV_FIXED_BYTES, c.KV_HOST_BLOCKS, c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS,
+    c.KV_LAYOUT_CHANGES, c.KV_COMPRESSED_BLOCKS, c.KV_FIXED_BYTES, c.KV_FIXED_PER_SEQUENCE, c.KV_HOST_BLOCKS, c.KV_MOVED_BLOCKS, c.KV_MOVE_SECONDS,
     c.KV_COMPACTION_RECOVERED, c.KV_PREFETCH_BLOCKS, c.KV_SWITCH_LOSS, c.PREFILL_SPREAD, c.BATCH_SPLITS, c.QUEUE_PROMOTIONS,
     c.LIMIT_BATCHED_TOKENS, c.LIMIT_PREFILLS, c.CONTROLLER_CHANGES, c.REQUESTS_DEGRADED, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS,
 }  # fmt: skip

@@ -46,7 +46,14 @@ def busy() -> Bench:
     b.t.mechanisms.expect(moves=range(len(c.MOVES)), prefetch=True, controller=True, sessions=True, copies=True)
     b.t.mechanisms.limits(2048, 32)
     state = kv_state(free=60, evictable=1, active=3, stored=40)
-    state = replace(state, compressed=(5, 2, 1), bytes_per_compressed_block=256, host=(9, 1, 0), fixed_bytes=512)
+    state = replace(
+        state,
+        compressed=(5, 2, 1),
+        bytes_per_compressed_block=256,
+        host=(9, 1, 0),
+        fixed_bytes=512,
+        fixed_bytes_per_sequence=256,
+    )
     ledger = Ledger(4, lambda: 5.0)
     ledger.begin(np.arange(4))
     state = replace(state, residency=[ledger.residency()] * 3, eviction_memory_seconds=12.5)

@@ -54,7 +54,8 @@ def everything() -> tuple[Engine, dict[str, set[float]]]:
 @pytest.mark.parametrize(
     "family",
     sorted(
-        OF_MECHANISMS - {c.KV_FIXED_BYTES, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS},
+        OF_MECHANISMS
+        - {c.KV_FIXED_BYTES, c.KV_FIXED_PER_SEQUENCE, c.SESSION_SNAPSHOTS, c.SESSION_STARTS, c.SESSION_TOKENS},
         key=lambda f: f.name,
     ),
     ids=lambda f: f.name,

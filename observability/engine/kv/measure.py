@@ -67,6 +67,7 @@ def measure(kv: KVManager, running: Iterable[Request]) -> KVState:
         host=None if kv.host is None else kv.host.counts,
         fixed_bytes=sequences * fixed if fixed else None,
         fixed_reserved_bytes=kv.config.max_num_seqs * fixed,
+        fixed_bytes_per_sequence=fixed or None,
         residency=[p.ledger.residency() if p is not None and p.ledger is not None else None for p in kv.pools],
         eviction_memory_seconds=None if kv.evictions is None else kv.evictions.reach(executor.clock.now()),
     )
