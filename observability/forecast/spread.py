@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 
@@ -73,7 +73,12 @@ def spread(work: Iterable[Work], model: str, pool: Executor | None) -> Iterator[
     under_way: deque[tuple[Sequence[Work], Future[list[Forecast]]]] = deque()
     rest = iter(work)
     while chunk := list(islice(rest, CHUNK)):
-        under_way.append((chunk, pool.submit(_chunk, chunk, model)))
+        try:
+            future = pool.submit(_chunk, chunk, model)
+        except BrokenExecutor as error:
+            future = Future()
+            future.set_exception(error)
+        under_way.append((chunk, future))
         if len(under_way) >= IN_FLIGHT:
             yield from _result(*under_way.popleft(), model)
     while under_way:

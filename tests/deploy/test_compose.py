@@ -186,12 +186,27 @@ def test_engine_load_prometheus_and_grafana_share_the_secrets_that_the_first_ser
     used = {
         SERVICES["engine"]["environment"]["KVSCOPE_TOKEN_FILE"],
         SERVICES["load"]["environment"]["KVSCOPE_API_KEY_FILE"],
+        SERVICES["forecast"]["environment"]["KVSCOPE_TOKEN_FILE"],
         SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"],
-        load(REPO / "deploy/prometheus/prometheus.yml")["scrape_configs"][0]["authorization"]["credentials_file"],
+        *(
+            job["authorization"]["credentials_file"]
+            for job in load(REPO / "deploy/prometheus/prometheus.yml")["scrape_configs"]
+            if job["job_name"].startswith("kvscope")
+        ),
     }
     assert used == {f"{folder}/{name}" for name in made}
-    for name in ("engine", "load", "prometheus", "grafana"):
+    for name in ("engine", "load", "forecast", "prometheus", "grafana"):
         assert _mounts(name)[folder] == "secrets"
+
+
+def test_prometheus_scrapes_the_forecasts_where_they_are_served() -> None:
+    from alerts.forecasts import FORECAST_JOB
+
+    jobs = {job["job_name"]: job for job in load(REPO / "deploy/prometheus/prometheus.yml")["scrape_configs"]}
+    options = _dry_parse(SERVICES["forecast"]["command"]).params
+    assert options["serve"] is True
+    assert options["every"] == "10m"
+    assert jobs[FORECAST_JOB]["static_configs"] == [{"targets": [f"forecast:{options['port']}"]}]
 
 
 def test_profiles_are_off_until_they_are_asked_for_and_then_go_to_the_server_of_that_profile() -> None:

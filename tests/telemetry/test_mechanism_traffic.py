@@ -102,6 +102,8 @@ def test_the_fixed_part_of_running_sequences_is_shown() -> None:
     engine.publish()
     blocks = value(engine, "kvscope_kv_blocks", state="active")
     assert value(engine, "kvscope_kv_fixed_bytes") == 300
+    assert value(engine, "kvscope_kv_fixed_bytes_per_sequence") == 100
+    assert value(engine, "kvscope_kv_bytes_per_token") * engine.config.block_size == engine.executor.kv_bytes_per_block
     assert value(engine, "kvscope_kv_bytes", kind="active") == blocks * 64 + 300
     assert value(engine, "kvscope_kv_bytes", kind="reserved") == 64 * 64 + 8 * 100  # a part for each of max_num_seqs
     engine.run_until_idle()

@@ -1,0 +1,130 @@
+"""Forecasts of many series: one process, a pool of processes, and Dask's workers, on the same windows; and the worker from end to end.
+
+    python benchmarks/forecast_scale.py                     500 series of seven days
+    python benchmarks/forecast_scale.py --series 10000 --jobs 8
+
+Prints series per second of the default model, the ratio to one process within the same run, and whether the forecasts are equal. The last
+line is what `kvscope forecast` does for 500 series of the default model on one core: read the newest window, calibrate on a day of stored
+forecasts, forecast, store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import numpy as np  # noqa: E402
+
+from observability.forecast import spread  # noqa: E402
+from observability.forecast.calibration import UNCALIBRATED, calibrate  # noqa: E402
+from observability.forecast.series import FORECAST_SIGNALS, GridSeries, window  # noqa: E402
+from observability.store.embedded import create  # noqa: E402
+from observability.store.forecasts import DEFAULT_MODEL, STEP_SECONDS  # noqa: E402
+
+DAY, END = 144, 1_800_000_000.0
+REFRESHED = 500
+
+
+def made(number: int, extra: int = 0) -> GridSeries:
+    """Seven days of a load with a daily shape and autocorrelated noise, the `number`th, and `extra` steps more."""
+    rng = np.random.default_rng(number)
+    steps = 7 * DAY + extra
+    noise = np.zeros(steps)
+    shocks = rng.normal(0, 0.4, steps)
+    for i in range(1, steps):
+        noise[i] = 0.85 * noise[i - 1] + shocks[i]
+    phase = rng.uniform(0, 2 * np.pi)
+    values = np.maximum(8 + rng.uniform(1, 5) * np.sin(2 * np.pi * np.arange(steps) / DAY + phase) + noise, 0.0)
+    ends = END + STEP_SECONDS * np.arange(1 - steps, 1)
+    return GridSeries(FORECAST_SIGNALS["requests"], {"model": f"m{number}"}, ends, values, END)
+
+
+def work(count: int) -> list[spread.Work]:
+    return [(window(made(number), END), UNCALIBRATED) for number in range(count)]
+
+
+def timed(windows: list[spread.Work], pool: spread.Pool) -> tuple[list[np.ndarray], float]:
+    """Quantiles of every forecast, and the seconds from an open pool on."""
+    with pool() as executor:
+        list(spread.spread(windows[: 2 * spread.CHUNK], DEFAULT_MODEL, executor))  # imports, compiled code
+        start = time.perf_counter()
+        found = [one.quantiles for one in spread.spread(windows, DEFAULT_MODEL, executor)]
+        return found, time.perf_counter() - start
+
+
+def refresh(folder: Path) -> dict[str, float]:
+    """One refresh of REFRESHED series by the default model with a day of stored hourly forecasts, in CPU seconds of this process."""
+    store = create(folder / "scale.sqlite")
+    series = [made(number) for number in range(REFRESHED)]
+    for each in series:
+        rows = []
+        for hours in range(24, 0, -1):
+            rows += spread.spread([(window(each, END - 3600.0 * hours), UNCALIBRATED)], "last_value", None)
+        store.add_forecasts(rows)
+    start, cpu = time.perf_counter(), time.process_time()
+    ready = []
+    for each in series:
+        stored = store.stored_forecasts(each.signal.name, each.labels, "last_value")
+        assert len(stored) == 24
+        ready.append((window(each, END), calibrate(each, stored, END)))
+    calibrated = time.process_time()
+    store.add_forecasts(spread.spread(ready, DEFAULT_MODEL, None))
+    return {
+        "series": REFRESHED, "calibrate_cpu_seconds": calibrated - cpu, "cpu_seconds": time.process_time() - cpu,
+        "wall_seconds": time.perf_counter() - start,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--series", type=int, default=500)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-dask", action="store_true", help="leave Dask out")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    windows = work(options.series)
+    alone, base = timed(windows, spread.in_this_process)
+    results = {"one process": (base, True)}
+    found, seconds = timed(windows, spread.processes(options.jobs))
+    results[f"{options.jobs} processes"] = (seconds, all(map(np.array_equal, found, alone)))
+    if not options.no_dask:
+        from distributed import LocalCluster
+
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LocalCluster(
+                n_workers=options.jobs,
+                threads_per_worker=1,
+                dashboard_address=None,
+                local_directory=folder,
+                host="127.0.0.1",
+            ) as cluster,
+        ):
+            found, seconds = timed(windows, spread.dask(cluster.scheduler_address))
+            results[f"Dask, {options.jobs} workers"] = (seconds, all(map(np.array_equal, found, alone)))
+    print(f"{options.series} series of seven days, {DEFAULT_MODEL}, {os.cpu_count()} cores here")
+    for name, (seconds, equal) in results.items():
+        print(
+            f"{name:22}{options.series / seconds:8.1f} series/s{base / seconds:7.2f} x{'  equal' if equal else '  DIFFERENT'}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        one = refresh(Path(folder))
+    print(
+        f"refresh of {REFRESHED} series on one core: {one['cpu_seconds']:.1f} s CPU ({one['calibrate_cpu_seconds']:.1f} s of it reading and "
+        f"calibrating), {one['wall_seconds']:.1f} s wall"
+    )
+    if options.json:
+        report = {name: {"seconds": seconds, "equal": equal} for name, (seconds, equal) in results.items()}
+        options.json.write_text(json.dumps({"series": options.series, "runs": report, "refresh": one}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
