@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from observability import catalog as c
 from observability.engine.engine import Engine
 from observability.engine.executor.kv_cache import Int8KV
 from observability.engine.executor.quantizer import Quantizer
@@ -33,7 +32,8 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests come at random, `rate` a second on average, while fewer than `at_once` are in the engine. Two thirds share a prefix."""
+    """Requests of class standard come at random, `rate` a second on average, while fewer than `at_once` are in the engine. Two thirds
+    share a prefix."""
 
     rate: float = 3.0
     at_once: int = 8
@@ -207,7 +207,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "fragmentation", "KvscopeKVFragmented",
         "Small sequences that live long pin blocks all over the pool; no long run of free blocks is left.",
         sets_in_seconds=0, shows_seconds=150, inject=_pin,
-        load=Load(own_tokens=(96, 200)), config=(("contiguous_below", 512),),
+        # few at once: what runs must not itself break the pool in pieces too small for the next request
+        load=Load(at_once=3, own_tokens=(96, 200)), config=(("contiguous_below", 512),),
     ),
     Incident(
         "precision-loss", "KvscopeQuantizationError",
@@ -310,7 +311,6 @@ class IncidentEngine:
                         f"r{number}",
                         shared + own if number % 3 else own,
                         SamplingParams(max_tokens=int(rng.integers(*load.answer_tokens)), ignore_eos=True),
-                        request_class=c.CLASSES[number % 2],
                         arrival=self.engine.executor.clock.now(),
                         on_token=self._told,
                     )
