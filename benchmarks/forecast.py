@@ -16,7 +16,9 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from observability.cli._terminal import progress_bar  # noqa: E402
 from observability.forecast.calibration import calibrate  # noqa: E402
 from observability.forecast.draft import ahead  # noqa: E402
 from observability.forecast.limits import Limit  # noqa: E402
-from observability.forecast.models import _usual, forecast, presentable  # noqa: E402
+from observability.forecast.models import _usual, finished, forecast, presentable  # noqa: E402
+from observability.forecast.pooled import Network, load, pooled, save, train  # noqa: E402
 from observability.forecast.series import FORECAST_SIGNALS, GridSeries, Window, window  # noqa: E402
 from observability.forecast.stack import fill  # noqa: E402
 from observability.store.forecasts import (  # noqa: E402
@@ -49,7 +52,11 @@ SHARES = ("kv_", "nab_cpu")
 #: Hours between origins of models that are too slow for every hour.
 SLOW = {"prophet": 3, "prophet_default": 3, "statsforecast": 6}
 REFERENCE = "reference"
+#: Trained before each day on what all series were until then.
+POOLED = "pooled"
+DAY = 144
 TITLES = {
+    POOLED: "Pooled over all series",
     REFERENCE: "Last value, own errors",
     "prophet_default": "Prophet as documented",
     "statsforecast": "statsforecast AutoETS",
@@ -94,7 +101,20 @@ def statsforecast(seen: Window) -> np.ndarray:
     return np.stack((*low, np.asarray(said["mean"]), *reversed(high)), axis=1)
 
 
-def run(path: Path, model: str, every: int) -> dict[str, Any]:
+def train_day(files: list[Path], until: int, folder: Path) -> float:
+    """Trains on the first `until` steps of all files; returns its seconds."""
+    start = cpu_seconds()
+    save(train([series_of(path) for path in files], float(STEP_SECONDS * until)), folder / f"{until}.npz")
+    return cpu_seconds() - start
+
+
+@lru_cache(2)
+def trained(path: Path) -> Network:
+    """The network in a file."""
+    return load(path)
+
+
+def run(path: Path, model: str, every: int, folder: Path) -> dict[str, Any]:
     """All forecasts of one series by one model: quantiles [origins, HORIZON_STEPS, levels], what came, seconds, chances."""
     series = series_of(path)
     first = series.values[:WEEK]
@@ -120,7 +140,12 @@ def run(path: Path, model: str, every: int) -> dict[str, Any]:
         elif model == "statsforecast":
             table = presentable(statsforecast(seen), series.signal)
         else:
-            one = forecast(seen, model, calibrate(series, made, now), limits=limits)
+            known = calibrate(series, made, now)
+            if model == POOLED:
+                network = trained(folder / f"{(place + 1) // DAY * DAY}.npz")
+                one = finished(seen, model, pooled(network, seen), known, limits=limits)
+            else:
+                one = forecast(seen, model, known, limits=limits)
             made.append(one)
             table = one.quantiles
             if one.refused:
@@ -216,7 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--series", type=Path, required=True, help="folder of CSV files ds,y")
     parser.add_argument("--json", type=Path, help="write everything here too")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}; default: all")
+    parser.add_argument(
+        "--models", default=",".join((*MODELS, POOLED)), help=f"of {', '.join((*MODELS, POOLED))}; default: all"
+    )
     parser.add_argument(
         "--no-prophet", action="store_true", help="leave both Prophets out (they take most of the time)"
     )
@@ -234,21 +261,25 @@ def main() -> None:
     if not files:
         parser.error(f"{options.series} holds no CSV file; give a folder of files with the columns ds,y.")
     wanted = [name for name in options.models.split(",") if not (options.no_prophet and name in SLOW)]
-    if unknown := set(wanted) - set(MODELS):
-        parser.error(f"{', '.join(sorted(unknown))}: no such model; there are {', '.join(MODELS)}.")
+    if unknown := set(wanted) - {*MODELS, POOLED}:
+        parser.error(f"{', '.join(sorted(unknown))}: no such model; there are {', '.join((*MODELS, POOLED))}.")
     models = [REFERENCE, *wanted, *([] if options.no_prophet else ["prophet_default"])]
     if importlib.util.find_spec("statsforecast"):
         models.append("statsforecast")
-    tasks = [(file, model, options.every) for model in models for file in files]
     results: dict[str, dict[str, Any]] = {model: {} for model in models}
+    training = 0.0
     with (
-        progress_bar(
-            "forecasting",
-            "series",
-        ) as show,
+        progress_bar("forecasting", "series") as show,
         ProcessPoolExecutor(options.jobs) as pool,
+        tempfile.TemporaryDirectory() as name,
     ):
-        for done, ((file, model, _), found) in enumerate(
+        folder = Path(name)
+        if POOLED in wanted:
+            longest = max(len(read(file)) for file in files)
+            days = range(WEEK, longest, DAY)
+            training = float(np.mean(list(pool.map(train_day, [files] * len(days), days, [folder] * len(days)))))
+        tasks = [(file, model, options.every, folder) for model in models for file in files]
+        for done, ((file, model, *_), found) in enumerate(
             zip(tasks, pool.map(run, *zip(*tasks, strict=True)), strict=True), start=1
         ):
             results[model][file.stem] = found
@@ -257,7 +288,7 @@ def main() -> None:
     base, plain = results[REFERENCE], results.get("prophet_default")
     table = {model: summary(runs, base, plain) for model, runs in results.items()}
     report = {
-        "settings": {"series": len(files), "every_steps": options.every, "slow_hours": SLOW, "levels": LEVELS},
+        "settings": {"series": len(files), "every_steps": options.every, "slow_hours": SLOW, "levels": LEVELS, "training_seconds": training},
         "models": table,
         "series": {model: {name: measures(one, base[name]) for name, one in runs.items()} for model, runs in results.items()},
         "decisions": {model: decisions(results[model]) for model in wanted},
@@ -281,6 +312,8 @@ def print_tables(report: dict[str, Any]) -> None:
             f"{TITLES[model]:24}{row['mae_ratio']:7.3f}{row['crps_ratio']:7.3f}{row['better']:8.0%}{row['coverage']:8.1%}"
             f"{row['coverage_worst']:8.1%}{row['coverage_distance']:7.3f}{row['width_ratio']:7.2f}{to_prophet:>9}{row['cpu_ms']:8.1f}{row['origins']:9}"
         )  # fmt: skip
+    if POOLED in report["models"]:
+        print(f"{TITLES[POOLED]}: {settings['training_seconds']:.1f} s of a processor to train, once a day")
     if "statsforecast" not in report["models"]:
         print('(no column statsforecast: it is not installed; pip install "kvscope[compare]")')
     print(

@@ -24,7 +24,7 @@ def whole_rows(errors: np.ndarray) -> np.ndarray:
     seen = np.isfinite(errors)
     rows = errors[seen.sum(axis=1) * 2 >= HORIZON_STEPS]
     steps = np.arange(HORIZON_STEPS + 1)
-    for row in rows[~np.isfinite(rows).all(axis=1)]:
+    for row in (rows[place] for place in np.flatnonzero(~np.isfinite(rows).all(axis=1))):
         known = np.flatnonzero(np.isfinite(row))
         row[:] = np.interp(steps[1:], np.concatenate(([0], known + 1)), np.concatenate(([0.0], row[known])))
     return rows

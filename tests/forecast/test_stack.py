@@ -10,6 +10,7 @@ import pytest
 
 from observability.forecast import models
 from observability.forecast.calibration import CHANCE_PRIOR, GAIN, MISSED, UNCALIBRATED, Calibration, calibrate
+from observability.forecast.draft import whole_rows
 from observability.forecast.last_value import last_value
 from observability.forecast.limits import Limit
 from observability.forecast.members import Kind, _ridge, simple, smoothed
@@ -108,6 +109,18 @@ def test_short_gaps_are_filled_along_the_line_and_long_ones_along_yesterday() ->
     np.testing.assert_allclose(filled[99:104], np.linspace(values[99], values[103], 5))
     np.testing.assert_allclose(filled[300:340], values[300:340], atol=1e-6)
     assert np.array_equal(filled[np.isfinite(holes)], values[np.isfinite(holes)])
+
+
+def test_an_hour_observed_in_part_is_a_path_along_what_was_seen() -> None:
+    rows = whole_rows(
+        np.array([[1.0, 2, 3, 4, 5, 6], [np.nan, 4, np.nan, 6, np.nan, np.nan], [np.nan, 4, 5, 6, np.nan, np.nan]])
+    )
+    assert rows.tolist() == [[1, 2, 3, 4, 5, 6], [2, 4, 5, 6, 6, 6]]
+    values = load(3)
+    values[100:140] = np.nan
+    for draft in (last_value(values), stack(window(gridded(values), END))):
+        assert len(draft.paths) > 300
+        assert np.isfinite(draft.paths).all(), "an unknown step of a path would count as below every limit"
 
 
 def test_history_below_two_days_says_what_was_used_instead() -> None:
