@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
+from dashboards.boards import BOARDS
 from observability.cli import generate
 from observability.errors import KvscopeError
 
@@ -54,3 +55,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     _, _, error = _run(str(tmp_path))
     assert isinstance(error, KvscopeError)
     assert "dashboards" in str(error)
+
+
+def test_the_page_about_boards_lists_every_board_with_its_question() -> None:
+    page = (REPO / "docs/boards.md").read_text()
+    listed = [line for line in page.splitlines() if "`dashboards/generated/" in line and line.startswith("|")]
+    made = {name: make() for name, make in BOARDS.items()}
+    assert listed == [
+        f"| {b.title} | `dashboards/generated/{name}.json` | {b.description} |" for name, b in made.items()
+    ]
