@@ -108,7 +108,7 @@ STEP_BOUNDS = (*_log_spaced(5, 0.0001, 10.0), 20.0, 40.0)
 #: Lower bounds of the tail families: a series `gt="0.8"` counts requests slower than 0.8 s. "0" counts all; every other one is a
 #: bound of request duration too. Each costs a series for each state and component.
 TAIL_BOUNDS = (
-    0.0, 0.1, 0.2, 0.315, 0.5, 0.8, 1.25, 2.0, 3.15, 5.0, 10.0, 20.0, 40.0, 80.0,
+    0.0, 0.1, 0.2, 0.5, 0.8, 1.25, 2.0, 3.15, 5.0, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 #: Of time to first token by tenant: few, for their number is multiplied by that of tenants.
 TENANT_TTFT_BOUNDS = (0.2, 0.4, 0.8, 2.0, 5.0, 20.0)

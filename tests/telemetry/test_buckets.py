@@ -244,7 +244,7 @@ def test_the_largest_plan_costs_what_it_says() -> None:
     for name, per_bound in (
         ("latency", 2 * len(c.CLASSES)),
         ("inter_token", len(c.CLASSES)),
-        ("tail", len(c.STATES) * len(c.COMPONENTS) + 1),
+        ("tail", len(c.STATES) * len(c.COMPONENTS) + 1 + 2 * len(c.LENGTH_BUCKETS)),
     ):
         more = bucket_plan([*(f"{n}=1" for n in MOST if n != name), f"{name}=1,2,3,4"])
         assert series(more) - series(small) == 3 * per_bound
