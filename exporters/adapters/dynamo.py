@@ -72,6 +72,7 @@ ADAPTER = Adapter(
     },
     lacks=(
         (":kvscope_request_phase_seconds:", "stages are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
+        (":kvscope_request_length_phase_", "stages are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
         ("length_bucket:", "hits are not counted by prompt length"),
         ("kvscope_preemptions", "a matter of the engines behind it: load their adapter"),
         ("kvscope_kv_evicted_blocks", "a matter of the engines behind it: load their adapter"),

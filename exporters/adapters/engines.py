@@ -40,6 +40,7 @@ _NOWHERE = (
     ("kvscope_hardware_target", "`kvscope gpu` gives it for the host of any engine"),
     ("kvscope_kv_copy_overlap", "copies beside steps are measured by kvscope's engine alone"),
     (":kvscope_request_phase_seconds:", "no split of a request's time is exported"),
+    (":kvscope_request_length_phase_", "no split of a request's time is exported"),
     ("kvscope_kv_hit", "no counters of hits and lookups are exported"),
     ("kvscope_kv_region", "where blocks lie in memory is not exported"),
     ("kvscope_kv_free_runs", "where blocks lie in memory is not exported"),

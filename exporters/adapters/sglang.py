@@ -80,6 +80,7 @@ ADAPTER = Adapter(
     },
     lacks=(
         (":kvscope_request_phase_seconds:", "stages are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
+        (":kvscope_request_length_phase_", "stages are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
         ("length_bucket:", "hits are not counted by prompt length"),
         ("kvscope_kv_evicted_blocks", "evictions are counted in tokens, of all pools together"),
         ("kvscope_kv_blocks", "the pool is counted in tokens, and what protected sessions hold is in no gauge"),

@@ -49,6 +49,7 @@ ADAPTER = Adapter(
     lacks=(
         ("kvscope_time_to_first_token_seconds", "not exported; adding the medians of queue and prefill is not a median"),
         (":kvscope_request_phase_seconds:", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
+        (":kvscope_request_length_phase_", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
         ("kvscope_kv_", "no metric of the KV cache is exported"),
         ("kvscope_preemptions", "requests are not preempted"),
         ("kvscope_step_tokens", "tokens of a batch are not counted by phase"),

@@ -74,6 +74,7 @@ ADAPTER = Adapter(
     },
     lacks=(
         (":kvscope_request_phase_seconds:", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
+        (":kvscope_request_length_phase_", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
         ("length_bucket:", "hits are not counted by prompt length"),
         ("kvscope_preemptions", "paused requests are a gauge of the moment, not a count"),
         ("kvscope_kv_evicted_blocks", "evictions are in the iteration statistics only"),

@@ -87,6 +87,7 @@ LACKS = (
     ("kvscope_kv_reuse_gap", _SAMPLED),
     ("kvscope_kv_live_block_age", _SAMPLED),
     (":kvscope_request_phase_seconds:", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
+    (":kvscope_request_length_phase_", "phases are separate histograms: the make-up of the slowest requests cannot be worked out from them"),
     ("length_bucket:", "hits are not counted by prompt length; the kvscope plug-in for vLLM counts them"),
     ("kvscope_kv_evicted_blocks", "evictions are not counted; the residency histograms see 1 % of them, when switched on"),
     ("kvscope_kv_blocks", "the pool's size is a label of vllm:cache_config_info, which a rule cannot calculate with"),

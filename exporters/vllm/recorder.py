@@ -227,7 +227,8 @@ class Recorder:
         if outcome in ("stop", "length"):
             latency = _number(observed, finished, "e2e_latency")
             if latency == latency:
-                observed.served(class_index, latency, self._make_up(observed, finished, request, latency))
+                parts = self._make_up(observed, finished, request, latency)
+                observed.served(class_index, latency, parts, int(prompt) if prompt == prompt else None)
         if self._total is None and request is not None and request.state is not None and prompt == prompt:
             generated = _number(observed, finished, "num_generation_tokens")
             self._own_totals(observed, class_index, request.state.stats, prompt, generated)

@@ -76,6 +76,7 @@ class Observed:
         # Served requests by the highest tail bound that they exceed: not cumulative, cumulated when read.
         self._tail_requests = [0.0] * len(c.TAIL_BOUNDS)
         self._tail_seconds = [[0.0] * len(source.states) for _ in c.TAIL_BOUNDS]
+        self._tail_lengths = np.zeros((2, len(c.TAIL_BOUNDS), lengths))  # requests and seconds by prompt length
         self.anomalies = [0.0] * len(c.ANOMALIES)
         self.outcome_folds = [0.0]
         self._layout = Layout(tuple(block for block in self._blocks() if self.tells(block.family)))
@@ -137,10 +138,12 @@ class Observed:
             outcome = "error"
         self.ended[class_index * len(self.source.outcomes) + self.source.outcomes.index(outcome)] += count
 
-    def served(self, class_index: int, seconds: float, by_state: Sequence[float] | None) -> None:
+    def served(
+        self, class_index: int, seconds: float, by_state: Sequence[float] | None, prompt_tokens: int | None
+    ) -> None:
         """A request ended by stop or length after `seconds`, which it spent as `by_state` (in the order of source.states) says.
 
-        None: its parts are not known; it then counts in the duration but not in the make-up.
+        None: its parts are not known; it then counts in the duration but not in the make-up. Without `prompt_tokens` it has no length.
         """
         self.observe(self.duration, class_index, (seconds,))
         if by_state is None:
@@ -150,6 +153,11 @@ class Observed:
         row = self._tail_seconds[slower_than]
         for i, part in enumerate(by_state):
             row[i] += part
+        if prompt_tokens is None:
+            return
+        bucket = c.length_bucket(prompt_tokens)
+        self._tail_lengths[0, slower_than, bucket] += 1.0
+        self._tail_lengths[1, slower_than, bucket] += sum(by_state)
 
     # -- reading: any thread ----------------------------------------------------------------------------------------
 
@@ -193,6 +201,9 @@ class Observed:
         tail = tuple(("_total", (m, state, c.UNTOLD, gt)) for gt in above for state in s.states)
         yield Block(c.PHASE_SECONDS, tail, lambda _: self._read_tail_seconds())
         yield Block(c.PHASE_REQUESTS, tuple(("_total", (m, gt)) for gt in above), lambda _: self._read_tail_requests())
+        lengths = tuple(("_total", (m, bucket, gt)) for gt in above for bucket in c.LENGTH_BUCKETS)
+        yield Block(c.PHASE_LENGTH_SECONDS, lengths, lambda _: self._read_tail_lengths(1))
+        yield Block(c.PHASE_LENGTH_REQUESTS, lengths, lambda _: self._read_tail_lengths(0))
         yield counters(c.KV_LOOKUPS, by_length, self.lookups)
         yield counters(c.KV_QUERIED_TOKENS, by_length, self.queried)
         yield counters(c.KV_HITTABLE_TOKENS, by_length, self.hittable)
@@ -225,6 +236,12 @@ class Observed:
         # From the highest bound down, so that each sum adds the same non-decreasing terms in the same order: monotone.
         above = np.cumsum(np.array(self._tail_seconds)[::-1], axis=0)[::-1]
         flat: list[float] = above.ravel().tolist()
+        return flat
+
+    def _read_tail_lengths(self, which: int) -> list[float]:
+        above = np.cumsum(self._tail_lengths[:, ::-1], axis=1)[:, ::-1]
+        above[:, :, above[0, 0] == 0.0] = nan  # the lowest bound counts everyone
+        flat: list[float] = above[which].ravel().tolist()
         return flat
 
     def _read_tail_requests(self) -> list[float]:
