@@ -137,7 +137,7 @@ class Cells(StepClock):
         self._tail_bounds = buckets.tail
         self._tail_seconds = np.zeros((len(buckets.tail), len(c.STATES) * _COMPONENTS))
         self._tail_requests = np.zeros(len(buckets.tail))
-        # The same by prompt length: requests and seconds. A length that nobody was served of has no series.
+        # The same by prompt length: requests and seconds. A length beyond the first that nobody was served of has no series.
         self._tail_lengths = np.zeros((2, len(buckets.tail), len(c.LENGTH_BUCKETS)))
         # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
         self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
@@ -308,7 +308,9 @@ class Cells(StepClock):
 
     def _read_tail_lengths(self, which: int) -> list[float]:
         above = np.cumsum(self._tail_lengths[:, ::-1], axis=1)[:, ::-1]
-        above[:, :, above[0, 0] == 0.0] = nan  # the lowest bound counts everyone
+        unused = above[0, 0] == 0.0  # the lowest bound counts everyone
+        unused[0] = False
+        above[:, :, unused] = nan
         flat: list[float] = above[which].ravel().tolist()
         return flat
 

@@ -262,18 +262,21 @@ def real() -> tuple[Engine, Watch, int]:
     watch, dice, added = Watch(engine, lambda: telemetry.last), random.Random(1), 0
     execute = executor.execute
     talks = [[dice.randrange(3, 250) for _ in range(120)] for _ in range(4)]
-    for turn in range(500):
-        cheap = (turn // 60) % 2  # what a sequence that has to give way costs to compute again: nothing, or much
+    for turn in range(1000):
+        cheap = (turn // 40) % 2  # what a sequence that has to give way costs to compute again: nothing, or much
         executor.recompute_seconds = lambda tokens, cheap=cheap: 0.0 if cheap else 1e3  # type: ignore[method-assign]
-        if engine.num_waiting < 8 and turn < 400:
-            prompt = [*dice.choice(talks)[: dice.randrange(8, 120)], *(dice.randrange(3, 250) for _ in range(8))]
+        if engine.num_waiting < 8 and turn < 880:
+            talk = (
+                [dice.randrange(3, 250) for _ in range(120)] if added % 5 == 2 else dice.choice(talks)
+            )  # new: nothing is cached
+            prompt = [*talk[: dice.randrange(8, 120)], *(dice.randrange(3, 250) for _ in range(8))]
             params = SamplingParams(max_tokens=dice.randrange(1, 60), ignore_eos=True)
             request = Request(f"r{added}", prompt, params, arrival=clock.now())
             if added % 7 == 0:
                 request.deadline = clock.now() + dice.uniform(0.0, 0.3)
             engine.add(request)
             added += 1
-        if turn in (90, 210):
+        if turn in (90, 210, 500, 700):
             executor.execute = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))  # type: ignore[method-assign]
         step(engine)
         executor.execute = execute  # type: ignore[method-assign]
