@@ -176,7 +176,8 @@ def _state(engine: str, signal: Signal, page: Page) -> SignalState:
         suffix = "_bucket" if objective is not None else ""
         wanted = [set(names(adapter, series.name, suffix)) for series, _ in checks.sources(source)]
     lacking = [min(spelled) for spelled in wanted if not spelled & page.by_name.keys()]
-    if lacking and len(lacking) == len(wanted):
+    # kvscope's own families are all needed; of another engine's some stand for others
+    if lacking and (adapter is None or len(lacking) == len(wanted)):
         return SignalState(signal.name, signal.title, "missing", f"{lacking[0]} is not on the page")
     if can.status == "partial":
         return SignalState(signal.name, signal.title, "partial", can.reason)
