@@ -73,7 +73,7 @@ def test_recorded_signals_of_a_real_vllm_are_what_its_page_gives_worked_out_anot
     assert CliRunner().invoke(root, ["generate", str(tmp_path)]).exit_code == 0
     for file in (tmp_path / "alerts/generated").rglob("*.yml"):  # quicker than in service
         file.write_text(re.sub(r"interval: (15s|1m)", "interval: 1s", file.read_text()))
-    config = scrape_config(tmp_path, "--engine", "vllm", "--target", server.address)
+    config = scrape_config(tmp_path / "alerts/generated", "--engine", "vllm", "--target", server.address)
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     for job in config["scrape_configs"]:
         job |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
