@@ -298,13 +298,11 @@ def test_a_full_queue_is_passed_on_with_its_retry_after() -> None:
         routing([server.url, idle.url]) as router,
     ):
         session = next(s for s in IDS if next(router.router._ring.preference(s)) == server.url)
-        with ThreadPoolExecutor() as pool:
-            running = [pool.submit(ask, router.url, session, max_tokens=300) for _ in range(2)]
-            wait_for(lambda: server.engine.num_running + server.engine.num_waiting == 2, 10, "queue full")
-            refused = ask(router.url, session)
-            assert refused.status_code == 429
-            assert int(refused.headers["retry-after"]) >= 1
-            assert [answer.result().status_code for answer in running] == [200, 200]
+        # one runs, one waits: of twelve at once some are refused, however slow the machine
+        with ThreadPoolExecutor(12) as pool:
+            answers = [f.result() for f in [pool.submit(ask, router.url, session, max_tokens=300) for _ in range(12)]]
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 429)
 
 
 def test_without_a_session_the_replica_with_the_fewest_open_requests_is_taken() -> None:
