@@ -36,6 +36,10 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
     """Values of one series of `signal` at `times` (Unix seconds), within its bounds."""
     x = load(times)
     name = signal.name
+    if "length_phase" in name:
+        k = catalog.LENGTH_BUCKETS.index(labels["length_bucket"])
+        share = (0.5, 0.25, 0.15, 0.1, 0.0, 0.0)[k] * np.ones_like(x)
+        return share if "requests" in name else (0.4 + 6 * x**3) * (0.6 + 0.5 * k)
     if "tail_mean" in name:
         q = next(q for q in ("p99", "p90", "p50") if f":{q}_" in name)
         total = {"p99": 1.0, "p90": 0.6, "p50": 0.3}[q] * (0.4 + 6 * x**3)
