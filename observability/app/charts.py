@@ -15,6 +15,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from observability import catalog
+from observability.app.marks import Mark
 from observability.app.units import axis_unit, quantity
 from observability.app.view import View, moment, shown
 
@@ -40,6 +41,8 @@ COLOURS: dict[str, str] = {
     "internal": BLUE, "external": ORANGE,
 }  # fmt: skip
 OBJECTIVE_LINE = RED
+#: Colour and sign of what is marked in time charts.
+MARKS = {"deploy": (STEEL, "▲"), "incident": (RED, "⚠")}
 _SIMULATED_FILL = "rgba(130,105,212,0.09)"
 
 
@@ -52,13 +55,24 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Earlier:
+    """The rows of an earlier span moved onto the times of the view; `when` in words: yesterday."""
+
+    data: pd.DataFrame
+    when: str
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
-    """What surrounds the data of a time chart: the view, spans of virtual time, lines to compare with, height in px."""
+    """What surrounds the data of a time chart: the view, spans of virtual time, lines to compare with, height in px, deploys
+    and incidents, and the same of an earlier time."""
 
     view: View
     simulated: Sequence[tuple[float, float]] = ()
     lines: Sequence[Line] = ()
     height: int = 210
+    marks: Sequence[Mark] = ()
+    earlier: Earlier | None = None
 
 
 def readable(label: str) -> str:
@@ -123,6 +137,7 @@ def _time_axis(sheet: _Sheet, frame: Frame, *, covered: bool = False) -> None:
     sheet.x |= {"type": "date", "range": [moment(view.start, view.zone), moment(view.end, view.zone)]}
     days = {"tickformat": "%-d %b", "dtick": 86_400_000 * (1 if view.seconds < 5 * 86400 else 2)}  # at midnight
     sheet.x |= days if view.seconds > 86400 else {"tickformat": "%H:%M", "nticks": 6}
+    _marks(sheet, frame)
     inside = _inside(frame.simulated, view)
     if not inside:
         return
@@ -142,6 +157,27 @@ def _time_axis(sheet: _Sheet, frame: Frame, *, covered: bool = False) -> None:
     )  # fmt: skip
     if covered:
         sheet.margin["t"] = 20
+
+
+def _marks(sheet: _Sheet, frame: Frame) -> None:
+    """Deploys as a dotted line under a triangle, incidents as a shade under a warning sign; what they were, on hover."""
+    view = frame.view
+    for mark in frame.marks:
+        low, high = max(mark.start, view.start), min(mark.start if mark.end is None else mark.end, view.end)
+        if low > high:
+            continue
+        colour, sign = MARKS[mark.kind]
+        if high > low:
+            ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "y0": 0, "y1": 1, "yref": "paper"}
+            look = {"fillcolor": faded(colour, 0.1), "line": {"width": 0}, "layer": "below"}
+            sheet.shapes.append({"type": "rect", "name": mark.kind, **ends, **look})
+        else:
+            sheet.rule(colour, "dot", x=moment(low, view.zone))
+            sheet.shapes[-1]["name"] = mark.kind
+        sheet.note(
+            sign, colour, name=mark.kind, x=moment(low, view.zone), xref="x", y=0, yanchor="bottom", hovertext=mark.told(view.zone),
+            font={"size": 12, "color": colour},
+        )  # fmt: skip
 
 
 def _inside(spans: Sequence[tuple[float, float]], view: View) -> list[tuple[float, float]]:
@@ -194,9 +230,16 @@ def lines(
     sheet = _Sheet(frame.height, hovermode="x unified")
     if "series" not in data:
         data = data.assign(series="")
-    factor = _value_axis(sheet, unit, float(data["value"].max()), frame.lines, bounded)
+    past = frame.earlier.data if frame.earlier is not None and len(frame.earlier.data) else data.iloc[:0]
+    if "series" not in past:
+        past = past.assign(series="")
+    largest = max(float(rows["value"].max()) for rows in (data, past) if len(rows))
+    factor = _value_axis(sheet, unit, largest, frame.lines, bounded)
     names = [n for n in order if n in set(data["series"])] or sorted(data["series"].unique())
     for i, name in enumerate(names):
+        if len(before := past[past["series"] == name]):
+            colour = COLOURS.get(name, SERIES[i % len(SERIES)]) if len(names) > 1 else GREY
+            _earlier_line(sheet, frame, on_grid(before, frame.view), unit, factor, name, colour)
         values = on_grid(data[data["series"] == name], frame.view)
         lonely = values.notna() & values.shift().isna() & values.shift(-1).isna()  # a point between gaps has no line
         sheet.add(
@@ -207,9 +250,22 @@ def lines(
             customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
-            sheet.traces[0] |= {"fill": "tozeroy", "fillcolor": faded(COLOURS.get(name, SERIES[0]), 0.10)}
+            sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(COLOURS.get(name, SERIES[0]), 0.10)}
     _time_axis(sheet, frame)
     return sheet.figure()
+
+
+def _earlier_line(
+    sheet: _Sheet, frame: Frame, values: pd.Series, unit: str, factor: float, name: str, colour: str
+) -> None:
+    """A dotted line of what was at the same time of an earlier day."""
+    assert frame.earlier is not None
+    sheet.add(
+        "scatter",
+        x=shown(pd.DatetimeIndex(values.index), frame.view.zone), y=values * factor, mode="lines",
+        name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
+        customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=name == "total",
+    )  # fmt: skip
 
 
 def faded(colour: str, opacity: float) -> str:
@@ -224,7 +280,12 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
     wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
     present = [name for name in order if name in wide]
     wide = wide[present]
-    factor = _value_axis(sheet, unit, float(wide.sum(axis=1).max()), frame.lines, bounded=share)
+    total = None
+    if frame.earlier is not None and len(frame.earlier.data) and not share:
+        past = frame.earlier.data.groupby("time")["value"].sum().reset_index()
+        total = on_grid(past, frame.view)
+    largest = max(float(wide.sum(axis=1).max()), 0.0 if total is None else float(total.max()))
+    factor = _value_axis(sheet, unit, largest, frame.lines, bounded=share)
     times = wide.index.to_series()
     piece = (times.diff() > pd.Timedelta(seconds=1.5 * frame.view.step)).cumsum()
     for number, (_, part) in enumerate(wide.groupby(piece)):
@@ -242,6 +303,8 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
                 customdata=_hover(values, unit), hovertemplate="%{customdata}",
             )  # fmt: skip
+    if total is not None:
+        _earlier_line(sheet, frame, total, unit, factor, "total", GREY)
     _time_axis(sheet, frame)
     return sheet.figure()
 

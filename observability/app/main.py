@@ -67,7 +67,7 @@ def refresh(draw: Callable[[Context], None], selection: Selection, models: tuple
         with notices:
             ui.source_error(error, refresh_seconds(selection.seconds))
         if selection.model is not None:
-            draw(Context(source.offline(error), view))
+            draw(Context(source.offline(error), view, versus=selection.versus))
         ui.status(place, "down", "Source unreachable")
         return
     if fresh.state == "empty" or selection.model is None:
@@ -77,7 +77,7 @@ def refresh(draw: Callable[[Context], None], selection: Selection, models: tuple
         if fresh.state == "stale" and selection.end is None:
             with notices:
                 ui.stale_source(fresh, selection.zone)
-        draw(Context(source, view, simulated))
+        draw(Context(source, view, simulated, versus=selection.versus))
     ui.freshness_status(place, fresh, selection.zone, queries.simulated_share(simulated, view) > 0)
 
 

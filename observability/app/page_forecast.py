@@ -101,7 +101,7 @@ def _forecast(context: Context, signal: Signal, model: str) -> Content:
     threshold = queries.threshold_of(signal)
     lines = () if threshold is None else (charts.Line(threshold, setting(threshold, signal.unit)),)
     figure = charts.forecast(
-        prospect.came, chosen.past, chosen.ahead, signal.unit, charts.Frame(view, context.simulated, lines, HEIGHT),
+        prospect.came, chosen.past, chosen.ahead, signal.unit, context.frame(HEIGHT, lines),
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
     data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True).drop(columns="breaches")

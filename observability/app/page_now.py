@@ -43,7 +43,7 @@ def _objective_panel(objective: LatencyObjective) -> Panel:
         lines=(line,),
         note=f"Objective: {objective.target:.0%} at or under {setting(objective.threshold_seconds, 'seconds')}. "
         "The verdict is judged by the share over the threshold, which is exact; P99 is interpolated in its bucket.",
-        words=_objective_words(objective),
+        words=_objective_words(objective), compared=True,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _saturation_panel(key: str, question: str, signal: Signal, note: str, lines:
         key, question, "", (signal,),
         lambda source, view: queries.over_time(source, view, signal),
         lambda data, frame: charts.lines(data, signal.unit, frame, bounded=bounded),
-        lines=lines, note=note, words=_value_words(signal),
+        lines=lines, note=note, words=_value_words(signal), compared=True,
     )  # fmt: skip
 
 

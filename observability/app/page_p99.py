@@ -30,7 +30,7 @@ def makeup_panel(q: float, by: By) -> Panel:
         f"makeup-{by}", f"Where did the {slowest(q)} spend their time, by {what}?", "mean", (queries.TAIL[q],),
         lambda source, view: queries.makeup_over_time(source, view, q, by),
         lambda data, frame: charts.stacked(data, "seconds", frame, order=ORDERS[by]),
-        note="Mean of the slowest requests of the last five minutes. The parts add up to their latency.",
+        note="Mean of the slowest requests of the last five minutes. The parts add up to their latency.", compared=True,
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def quantile_panel(objective: LatencyObjective) -> Panel:
         lambda source, view: queries.latency_quantiles(source, view, objective),
         lambda data, frame: charts.lines(data, "seconds", frame),
         lines=(charts.Line(objective.threshold_seconds, limit),),
-        note=f"Objective: {objective.target:.0%} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.",
+        note=f"Objective: {objective.target:.0%} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.", compared=True,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ import plotly.graph_objects as go
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from observability.app import charts, queries
+from observability.app import charts, files, queries
 from observability.app.findings import Finding
+from observability.app.marks import Mark
 from observability.app.queries import Freshness
 from observability.app.units import setting
-from observability.app.view import DEFAULT_RANGE, RANGES, View, make_view, moment
+from observability.app.view import DEFAULT_RANGE, RANGES, VERSUS, View, make_view, moment
 from observability.errors import KvscopeError
 from observability.signals import Signal
 from observability.store.source import SeriesSource
@@ -42,18 +44,33 @@ _MOSTLY_SIMULATED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a page draws from: the source, the view, and the spans of the view that come from virtual time."""
+    """What a page draws from: the source, the view, the spans of the view that come from virtual time, what is marked in time
+    charts, and what the view is compared with (a key of VERSUS, or nothing)."""
 
     source: SeriesSource
     view: View
     simulated: Sequence[tuple[float, float]] = ()
+    marks: Sequence[Mark] = ()
+    versus: str = ""
+
+    @property
+    def earlier(self) -> View | None:
+        """The view that this one is compared with."""
+        return self.view.earlier(VERSUS[self.versus]) if self.versus else None
+
+    def frame(
+        self, height: int, lines: Sequence[charts.Line] = (), earlier: charts.Earlier | None = None
+    ) -> charts.Frame:
+        """What surrounds a time chart of `height` px."""
+        return charts.Frame(self.view, self.simulated, lines, height, self.marks, earlier)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One chart card: the question that it answers, what it reads and how it is drawn.
 
-    `read` may return no rows: the card then says why, by the signals it stands on.
+    `read` may return no rows: the card then says why, by the signals it stands on. Where the reader compares with another day, a panel
+    that is `compared` is read again for that day.
     """
 
     key: str
@@ -65,27 +82,31 @@ class Panel:
     lines: Sequence[charts.Line] = ()
     note: str = ""
     words: Callable[[Context, pd.DataFrame], str] | None = None  # HTML over the chart: the figure of now, in words
+    compared: bool = False  # `draw` shows the earlier rows of the frame (lines and stacked do)
 
 
 # -- header ---------------------------------------------------------------------------------------------------------
 
 
 def style() -> None:
-    """Adds the style sheet and the script that keeps a reader's zoom; they take no place on the page."""
+    """Adds the style sheet and the scripts that keep a reader's zoom and save pictures; they take no place on the page."""
     folder = Path(__file__).parent
     st.html(folder / "style.css")
     with st.container(key="script"):
-        st.html(f"<script>{(folder / 'keep_zoom.js').read_text()}</script>", unsafe_allow_javascript=True)
+        for name in ("keep_zoom.js", "save_picture.js"):
+            st.html(f"<script>{(folder / name).read_text()}</script>", unsafe_allow_javascript=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the reader chose: model, range in seconds, end (None: follow the present), time zone."""
+    """What the reader chose: model, range in seconds, end (None: follow the present), time zone, what to compare with (a key
+    of VERSUS, or nothing)."""
 
     model: str | None
     seconds: int
     end: float | None
     zone: str
+    versus: str = ""
 
     def view(self, now: float) -> View:
         return make_view(self.model or "", self.seconds, self.end or now, self.zone)
@@ -104,6 +125,10 @@ def controls(models: Sequence[str]) -> Selection:
             width=190,
         )  # fmt: skip
         st.html(f'<span class="until">{"(empty: now)" if end is None else ""}</span>', width="content")
+        versus = st.selectbox(
+            "Compare with", list(VERSUS), index=None, key="vs", bind="query-params", label_visibility="collapsed", width=170,
+            placeholder="compare with …",
+        )  # fmt: skip
         st.space("stretch")
         zone_name = st.segmented_control(
             "Time zone", ["UTC", "local"], default="UTC", key="tz", bind="query-params", required=True,
@@ -115,7 +140,7 @@ def controls(models: Sequence[str]) -> Selection:
         )  # fmt: skip
     zone = "UTC" if zone_name != "local" else (st.context.timezone or "UTC")
     unix = None if end is None else end.replace(tzinfo=ZoneInfo(zone)).timestamp()
-    return Selection(model if models else None, RANGES[chosen or DEFAULT_RANGE], unix, zone)
+    return Selection(model if models else None, RANGES[chosen or DEFAULT_RANGE], unix, zone, versus or "")
 
 
 def status_place() -> DeltaGenerator:
@@ -185,7 +210,7 @@ def stale_source(fresh: Freshness, zone: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a card shows: words (HTML) over and below a figure, or the reason why there is nothing; `data` is offered as CSV."""
+    """What a card shows: words (HTML) over and below a figure, or the reason why there is nothing; `data` is offered as a file."""
 
     html: str = ""
     figure: go.Figure | None = None
@@ -201,10 +226,23 @@ def card(context: Context, panel: Panel, height: int = 200) -> None:
         data = panel.read(context.source, context.view)
         if data.empty:
             return Content(absent=why_absent(context, panel.signals))
-        figure = panel.draw(data, charts.Frame(context.view, context.simulated, panel.lines, height))
-        return Content(panel.words(context, data) if panel.words else "", figure, data=data)
+        earlier = _earlier(context, panel)
+        figure = panel.draw(data, context.frame(height, panel.lines, earlier))
+        words = panel.words(context, data) if panel.words else ""
+        if earlier is not None:
+            data = pd.concat([data.assign(day="shown"), earlier.data.assign(day=earlier.when)], ignore_index=True)
+        return Content(words, figure, data=data)
 
     _card(context, panel.key, panel.question, panel.unit, panel.note, panel.signals, build, height)
+
+
+def _earlier(context: Context, panel: Panel) -> charts.Earlier | None:
+    """What `panel` showed on the day to compare with, on the times of the view."""
+    if context.earlier is None or not panel.compared:
+        return None
+    data = panel.read(context.source, context.earlier)
+    moved = data["time"] + pd.Timedelta(seconds=context.view.start - context.earlier.start)
+    return charts.Earlier(data.assign(time=moved), context.versus)
 
 
 def text_card(
@@ -238,8 +276,8 @@ def _card(
         with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
             small = f"<small>{escape(unit)}</small>" if unit else ""
             st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-            with st.popover("", icon=":material/more_horiz:", type="tertiary", help="Query, CSV"):
-                _details(key, note, signals, content.data)
+            with st.popover("", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture"):
+                _details(key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = _with_code(failed or content.absent)
@@ -253,26 +291,31 @@ def _card(
             st.html(content.below)
 
 
-def _details(key: str, note: str, signals: Sequence[Signal], data: pd.DataFrame | None) -> None:
-    """How to read a card, the queries behind it, and its data as CSV."""
+def _details(key: str, note: str, signals: Sequence[Signal], content: Content) -> None:
+    """How to read a card, the queries behind it, its data as CSV and Parquet, its chart as a picture."""
     if note:
         st.markdown(note)
     for signal in signals:
         st.caption(f"{signal.title} · recorded as `{signal.name}`")
         st.code(signal.promql, language="promql", wrap_lines=True)
-    if data is not None and not data.empty:
-        st.download_button(
-            "Download CSV", lambda: csv(data), f"kvscope-{key}.csv", "text/csv", key=f"csv-{key}", on_click="ignore",
-            icon=":material/download:",
-        )  # fmt: skip
-
-
-def csv(data: pd.DataFrame) -> bytes:
-    """The rows behind a card, times in UTC (ISO 8601), values in the base unit of the signal."""
-    out = data.copy()
-    if "time" in out:
-        out["time"] = out["time"].dt.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return out.to_csv(index=False).encode()
+    data = content.data
+    with st.container(key=f"save-{key}", horizontal=True, gap="small"):
+        if data is not None and not data.empty:
+            for name, kind, write in (
+                ("CSV", "text/csv", files.csv),
+                ("Parquet", "application/vnd.apache.parquet", files.parquet),
+            ):
+                st.download_button(
+                    f"Download {name}", functools.partial(write, data), f"kvscope-{key}.{name.lower()}", kind, key=f"{name.lower()}-{key}",
+                    on_click="ignore",
+                )  # fmt: skip
+        if content.figure is not None:  # made in the browser, by save_picture.js
+            st.html(
+                "".join(
+                    f'<button class="save" data-chart="{key}" data-format="{name}">Save {name.upper()}</button>'
+                    for name in ("png", "svg")
+                )
+            )
 
 
 def finding_html(finding: Finding, actions: int) -> str:

@@ -1,8 +1,8 @@
-"""What the page is looking at: one model, one time range, one time zone. Kept in the URL, shared by all pages."""
+"""What the page is looking at: one model, one time range, one time zone, what to compare with. Kept in the URL, shared by all pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -11,6 +11,8 @@ import pandas as pd
 #: Time ranges offered: name in the URL -> seconds.
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 86400, "3d": 3 * 86400, "7d": 7 * 86400}
 DEFAULT_RANGE = "1h"
+#: What the shown time can be compared with: name in the URL -> seconds before.
+VERSUS = {"yesterday": 86400.0, "last week": 7 * 86400.0}
 #: Seconds between points, by range: up to 3 days no event falls between the 5-minute windows of two points.
 STEPS = {900: 15, 3600: 15, 6 * 3600: 30, 86400: 60, 3 * 86400: 300, 7 * 86400: 600}
 #: Seconds between two refreshes: each step, at least and at most these.
@@ -34,6 +36,10 @@ class View:
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+    def earlier(self, seconds: float) -> View:
+        """The same span and grid, so many seconds before."""
+        return replace(self, start=self.start - seconds, end=self.end - seconds)
 
     @property
     def times(self) -> pd.DatetimeIndex:

@@ -10,6 +10,7 @@ import pytest
 
 from observability import catalog
 from observability.app import charts, settings
+from observability.app.marks import Mark
 from observability.app.view import View, moment
 
 VIEW = View("m", 1_700_000_000.0, 1_700_000_600.0, 60.0)
@@ -195,3 +196,37 @@ def test_slivers_of_a_make_up_are_drawn_and_not_in_the_legend() -> None:
     assert {name for name, bar in drawn.items() if bar.showlegend} == {"forward prefill", "forward decode"}
     assert sum(bar.x[0] for bar in drawn.values()) == pytest.approx(10.0)
     assert sum(bar.x[1] for bar in drawn.values()) == pytest.approx(4.01)
+
+
+def test_an_earlier_day_is_drawn_dotted_and_fits_the_axis() -> None:
+    now, before = frame_of({"P99": [0.1, 0.2]}), frame_of({"P99": [0.4, 0.5]})
+    figure = charts.lines(now, "seconds", charts.Frame(VIEW, earlier=charts.Earlier(before, "yesterday")))
+    dotted, solid = figure.data
+    assert (dotted.line.dash, solid.line.dash) == ("dot", None)
+    assert dotted.name == "P99 yesterday"
+    np.testing.assert_allclose(dotted.y[:2], [400, 500])
+    assert figure.layout.yaxis.range[1] >= 500
+
+
+def test_a_stack_is_compared_by_its_total() -> None:
+    now = frame_of({"queued": [1.0, 2], "decode": [1.0, 1]})
+    before = frame_of({"queued": [4.0, 5], "decode": [0.5, 0.5]})
+    frame = charts.Frame(VIEW, earlier=charts.Earlier(before, "last week"))
+    total = charts.stacked(now, "seconds", frame, order=catalog.STATES).data[-1]
+    assert total.name == "total last week"
+    assert list(total.y[:2]) == [4.5, 5.5]
+
+
+def test_deploys_are_lines_and_incidents_are_shades_with_their_text_on_hover() -> None:
+    start = VIEW.start
+    marks = (
+        Mark("deploy", start + 120, None, "version 1.3"),
+        Mark("incident", start - 600, start + 60, "KvscopeTTFTBudgetBurn"),
+        Mark("incident", start - 900, start - 600, "before the view"),
+    )
+    layout = charts.lines(frame_of({"P99": [0.1, 0.2]}), "seconds", charts.Frame(VIEW, marks=marks)).layout
+    deploy, incident = layout.shapes
+    assert (deploy.type, pd.Timestamp(deploy.x0)) == ("line", moment(start + 120, "UTC"))
+    assert (pd.Timestamp(incident.x0), pd.Timestamp(incident.x1)) == (moment(start, "UTC"), moment(start + 60, "UTC"))
+    assert ["version 1.3" in note.hovertext for note in layout.annotations] == [True, False]
+    assert layout.annotations[0].text != layout.annotations[1].text, "told apart without colour"

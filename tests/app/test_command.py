@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from observability.app import settings
+from observability.app.files import csv
 from observability.app.page_now import changes_table
 from observability.app.queries import Change
-from observability.app.ui import csv
 
 
 def kvscope_app(*options: str) -> subprocess.CompletedProcess[str]:
