@@ -1,7 +1,7 @@
 """Where the time of one transformer layer goes as prompts grow: the parts of a prefill of the bundled model, each measured alone.
 
     python benchmarks/attention_split.py                      2,048, 4,096 and 8,192 tokens
-    python benchmarks/attention_split.py --tokens 1024 2048 --rounds 9 --json
+    python benchmarks/attention_split.py --tokens 1024 2048 --rounds 9 --json split.json
 
 Projections, rotary embedding and MLP do the same work for each token, so they grow as the prompt does; in attention each token looks at
 all before it, so it grows with the square. The arithmetic is the decoder's own (observability/engine/model/llama.py), part by part, and is
@@ -10,20 +10,16 @@ checked against its forward pass before anything is measured.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from figures import Parser, Row, keep
 from observability.engine.model.llama import Llama
 from observability.engine.model.loading import load_model
 
@@ -104,11 +100,10 @@ def measure(model: Llama, lengths: list[int], rounds: int) -> dict[str, list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"tokens": [1024, 2048], "rounds": 2})
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192], metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     lengths = sorted(options.tokens)
     if lengths[0] < 2 or options.rounds < 1:
@@ -121,22 +116,23 @@ def main() -> None:
         model.prepare(lengths[-1])
         check(model, min(lengths[0], 256))
         medians = measure(model, lengths, options.rounds)
-    if options.json:
-        result: dict[str, Any] = {
-            "model": loaded.name, "tokens": lengths, "median_seconds": medians, "rounds": options.rounds,
-            "threads": 1, "torch": torch.__version__, "machine": platform.processor() or platform.machine(),
-            "load_average": os.getloadavg(),
-        }  # fmt: skip
-        print(json.dumps(result, indent=2))
-        return
     print(f"One layer of {loaded.name}, float32, CPU time of one thread, median of {options.rounds}")
-    print(f"load average {os.getloadavg()[0]:.1f}\n")
+    print()
     print(f"{'ms at prompt tokens':20}" + "".join(f"{n:>10,}" for n in lengths) + "   growth" + f"{'share':>22}")
     totals = [sum(values[i] for values in medians.values()) for i in range(len(lengths))]
     for name, values in [*medians.items(), ("layer", totals)]:
         growth = "  ".join(f"x{b / a:4.2f}" for a, b in pairwise(values))
         shares = f"{values[0] / totals[0]:6.1%} to {values[-1] / totals[-1]:.1%}"
         print(f"{name:20}" + "".join(f"{1e3 * v:10.2f}" for v in values) + f"   {growth:14}{shares:>20}")
+    attention = [values for name, values in medians.items() if "attention" in name]
+    rows = [
+        Row(
+            f"attention's share of a layer at {n:,} tokens", sum(values[i] for values in attention) / totals[i], "ratio"
+        )
+        for i, n in enumerate(lengths)
+    ]
+    rows += [Row(f"one layer, {n:,} tokens", 1e3 * total, "ms CPU") for n, total in zip(lengths, totals, strict=True)]
+    keep(options, rows, {"median_seconds": medians})
 
 
 if __name__ == "__main__":

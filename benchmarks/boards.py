@@ -15,7 +15,6 @@ exemplars) have one hour of history. Needs prometheus and promtool 2.42 or later
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.server
 import json
@@ -46,6 +45,7 @@ import numpy as np  # noqa: E402
 
 from dashboards.boards import BOARDS  # noqa: E402
 from dashboards.panels import LabelVariable, Panel, Query, write  # noqa: E402
+from figures import Parser, Row, keep  # noqa: E402
 from observability import catalog  # noqa: E402
 from observability.cli._terminal import progress_bar  # noqa: E402
 from tests.boards import live  # noqa: E402
@@ -406,7 +406,7 @@ def running(folder: Path, data: str) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"replicas": 5, "hours": 3.0, "rules_seconds": 45.0})
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--interval", type=int, default=60, help="seconds between samples of recorded series")
@@ -418,7 +418,6 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="where the history is written, and kept [default: a temporary folder]"
     )
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     boards = {name: board() for name, board in BOARDS.items() if not args.only or name in args.only}
     for board in boards.values():
@@ -443,11 +442,16 @@ def main() -> None:
             rows = measure(url, boards, template, [args.hours, 1.0], end_at)
         groups = rule_times(folder, template, args.replicas, args.rules_seconds) if args.rules_seconds else {}
     report(rows, groups)
-    if args.json:
-        settings = {key: getattr(args, key) for key in ("replicas", "hours", "interval", "raw_interval")}
-        args.json.write_text(
-            json.dumps({**settings, "samples": samples, "queries": rows, "rule_groups": groups}, indent=1)
+    times = sorted(row["seconds"] for row in rows)
+    shown = [
+        Row("all queries of all boards, p95", times[math.ceil(0.95 * len(times)) - 1], "s"),
+        Row("the slowest query", times[-1], "s"),
+    ]
+    if groups:
+        shown.append(
+            Row(f"all rule groups / the {SCRAPE} s between evaluations", sum(groups.values()) / SCRAPE, "ratio")
         )
+    keep(args, shown, {"samples": samples, "queries": rows, "rule_groups": groups})
 
 
 def report(rows: list[dict[str, Any]], groups: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """How small KV that leaves the device gets, and how fast: the codec beside zstd on real keys and values, and whole snapshots.
 
     python benchmarks/codec.py                   SmolLM2-135M over 512 tokens of the README
-    python benchmarks/codec.py --model tiny --tokens 256 --json
+    python benchmarks/codec.py --model tiny --tokens 256 --json codec.json
 
 Keys are quantized per channel over each block of 16 tokens, values per token: int8 symmetric, int4 with a zero point, its levels 0..15
 moved to -8..7. Raw is what the device stores: a byte a number for int8, half a byte for int4. Ratios are raw bytes / bytes; GB/s
@@ -10,10 +10,6 @@ count raw bytes too, on one thread, as the best of some runs.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,6 +22,8 @@ import torch.nn.functional as F
 import zstandard
 from torch import Tensor
 
+from figures import Parser, keep
+from figures import Row as Kept
 from observability.engine.kv import codec
 from observability.engine.kv.snapshot import Snapshot, dump, load
 from observability.engine.model.fetch import FETCHABLE, fetch_model
@@ -132,12 +130,11 @@ def snapshot_row(scheme: str, tensors: dict[str, np.ndarray], tokens: int) -> Ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"tokens": 256})
     parser.add_argument(
         "--model", default="smollm2-135m", help="as `kvscope serve` takes it; the default is fetched if it must"
     )
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
     if (known := FETCHABLE.get(arguments.model)) is not None:
         fetch_model(known)
@@ -150,11 +147,6 @@ def main() -> None:
     tokens = len(kv) * _BLOCK
     rows.append(snapshot_row("float32", {"keys": keys, "values": values}, tokens))
     rows.append(snapshot_row("int8", {"keys": quantize(keys, 8, -2), "values": quantize(values, 8, -1)}, tokens))
-    if arguments.json:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
-        settings = {"model": arguments.model, "tokens": tokens, "zstd": ".".join(map(str, zstandard.ZSTD_VERSION))}
-        print(json.dumps({"settings": settings, "rows": [asdict(row) for row in rows], **machine}, indent=2))
-        return
     print(f"{arguments.model}, {tokens} tokens, {len(kv)} blocks")
     print(f"{'data':12} {'method':12} {'bytes':>12} {'ratio':>7} {'encode GB/s':>12} {'decode GB/s':>12}")
     for row in rows:
@@ -162,6 +154,13 @@ def main() -> None:
             f"{row.data:12} {row.method:12} {row.bytes:12,} {row.ratio:7.3f} "
             f"{row.encode_gb_per_second:12.3f} {row.decode_gb_per_second:12.3f}"
         )
+    shown = [Kept(f"{row.data}, {row.method}: raw / packed bytes", row.ratio, "ratio") for row in rows]
+    for row in rows:
+        if row.method == "snapshot":
+            shown.append(Kept(f"snapshot of {row.data}, written", row.encode_gb_per_second, "GB/s"))
+            shown.append(Kept(f"snapshot of {row.data}, read and checked", row.decode_gb_per_second, "GB/s"))
+    zstd = ".".join(map(str, zstandard.ZSTD_VERSION))
+    keep(arguments, shown, {"rows": [asdict(row) for row in rows], "zstd": zstd})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speed of the engine on the default model, beside the limit set by matrix products and beside transformers, in one run.
 
     python benchmarks/engine.py                      32 requests of 256 + 64 tokens, float32
-    python benchmarks/engine.py --kv-dtype int8 --no-transformers --json
+    python benchmarks/engine.py --kv-dtype int8 --no-transformers --json engine.json
 
 The limit is the time that the model's matrix products alone take, in the shapes that the engine's own steps had: no engine on this
 machine with this library can be faster. All three are measured in the same process, `--rounds` times in turn; the best round of each counts.
@@ -9,9 +9,6 @@ machine with this library can be faster. All three are measured in the same proc
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from figures import Parser, Row, keep
 from observability.catalog import COMPONENTS
 from observability.engine.clock import MonotonicClock
 from observability.engine.engine import Engine
@@ -115,7 +113,7 @@ def transformers_runner(output: int) -> Callable[[list[list[int]]], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"requests": 8, "prompt": 128, "output": 32, "rounds": 2})
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens generated for each")
@@ -123,7 +121,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
@@ -150,8 +147,6 @@ def main() -> None:
     product_seconds, operations = min(products)
     tokens = arguments.requests * length
     result: dict[str, Any] = {
-        "settings": vars(arguments)
-        | {"torch": torch.__version__, "machine": platform.processor() or platform.machine()},
         "engine_seconds": seconds,
         "engine_tokens_per_second": tokens / seconds,
         "engine_output_tokens_per_second": arguments.requests * arguments.output / seconds,
@@ -175,9 +170,6 @@ def main() -> None:
         for name, speed in speeds.items():
             result[f"transformers_{name}_tokens_per_second"] = speed
             result[f"times_transformers_{name}"] = tokens / seconds / speed
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-        return
     print(f"engine        {seconds:8.2f} s  {tokens / seconds:8.0f} tokens/s (prompt and output)")
     print(f"products only {product_seconds:8.2f} s  {result['product_gflop_per_second']:8.0f} GFLOP/s")
     print(f"              the engine reaches {result['share_of_product_limit']:.2f} of that limit")
@@ -187,6 +179,12 @@ def main() -> None:
             print(f"transformers  {speed:19.0f} tokens/s, {what}: the engine is {times:.2f} times as fast")
     for name, spent in result["engine_seconds_by_component"].items():
         print(f"  {name:16s} {spent:8.2f} s")
+    rows = [Row("limit set by the model's matrix products / engine", result["share_of_product_limit"], "ratio")]
+    if reference is not None:
+        rows.append(Row("engine / transformers, all in one batch", result["times_transformers_batched"], "ratio"))
+        rows.append(Row("engine / transformers, one at a time", result["times_transformers_single"], "ratio"))
+    rows.append(Row("engine, prompt and output", result["engine_tokens_per_second"], "tokens/s"))
+    keep(arguments, rows, result)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ quantiles of its own past errors. A file whose name starts with kv_ or nab_cpu i
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +25,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from figures import Parser, Row, keep  # noqa: E402
 from observability.cli._terminal import progress_bar  # noqa: E402
 from observability.forecast.calibration import calibrate  # noqa: E402
 from observability.forecast.draft import ahead  # noqa: E402
@@ -238,9 +237,8 @@ def decisions(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"every": 36, "half": "even", "no_prophet": True})
     parser.add_argument("--series", type=Path, required=True, help="folder of CSV files ds,y")
-    parser.add_argument("--json", type=Path, help="write everything here too")
     parser.add_argument(
         "--models", default=",".join((*MODELS, POOLED)), help=f"of {', '.join((*MODELS, POOLED))}; default: all"
     )
@@ -294,8 +292,17 @@ def main() -> None:
         "decisions": {model: decisions(results[model]) for model in wanted},
     }  # fmt: skip
     print_tables(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    rows = [
+        Row(f"{TITLES[name]}: CRPS / last value's", one["crps_ratio"], "ratio")
+        for name, one in table.items()
+        if name != REFERENCE
+    ]
+    rows += [
+        Row(f"{TITLES[name]}: coverage of 80 % intervals", one["coverage"], "ratio")
+        for name, one in table.items()
+        if name != REFERENCE
+    ]
+    keep(options, rows, report)
 
 
 def print_tables(report: dict[str, Any]) -> None:

@@ -10,8 +10,6 @@ forecasts, forecast, store.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -23,6 +21,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 import numpy as np  # noqa: E402
 
+from figures import Parser, Row, keep  # noqa: E402
 from observability.forecast import spread  # noqa: E402
 from observability.forecast.calibration import UNCALIBRATED, calibrate  # noqa: E402
 from observability.forecast.series import FORECAST_SIGNALS, GridSeries, window  # noqa: E402
@@ -84,11 +83,10 @@ def refresh(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"series": 100, "no_dask": True})
     parser.add_argument("--series", type=int, default=500)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-dask", action="store_true", help="leave Dask out")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     windows = work(options.series)
     alone, base = timed(windows, spread.in_this_process)
@@ -121,9 +119,11 @@ def main() -> None:
         f"refresh of {REFRESHED} series on one core: {one['cpu_seconds']:.1f} s CPU ({one['calibrate_cpu_seconds']:.1f} s of it reading and "
         f"calibrating), {one['wall_seconds']:.1f} s wall"
     )
-    if options.json:
-        report = {name: {"seconds": seconds, "equal": equal} for name, (seconds, equal) in results.items()}
-        options.json.write_text(json.dumps({"series": options.series, "runs": report, "refresh": one}, indent=1))
+    rows = [Row(f"{name} / one process", base / seconds, "ratio") for name, (seconds, _) in results.items()][1:]
+    rows += [Row(name, options.series / seconds, "series/s") for name, (seconds, _) in results.items()]
+    rows.append(Row(f"refresh of {REFRESHED} series, one core", one["cpu_seconds"], "s CPU"))
+    report = {name: {"seconds": seconds, "equal": equal} for name, (seconds, equal) in results.items()}
+    keep(options, rows, {"runs": report, "refresh": one})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What watching quantized KV costs the engine: the same load with and without it, step by step in turn, in one run.
 
     python benchmarks/quantization.py                     SmolLM2-135M, float32, int8 blocks, 8 requests of 256 + 96 tokens
-    python benchmarks/quantization.py --scheme int4 --json
+    python benchmarks/quantization.py --scheme compressed-int4 --json quantization.json
 
 Three engines serve the same requests, each step of one after the same step of the others: without measurements, with the defaults, and
 with every decode step compared. Figures are CPU seconds of one thread, which other programs disturb less than the clock. What measuring
@@ -12,9 +12,6 @@ of the compared sequence. The last two lines compare whole steps, default over o
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from figures import Parser, Row, keep
 from observability.engine.clock import MonotonicClock
 from observability.engine.engine import Engine
 from observability.engine.executor.compressed_kv import CompressedKV
@@ -155,7 +153,7 @@ def measure(loaded: LoadedModel, scheme: str, prompts: list[list[int]], output: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, quick={"requests": 4, "prompt": 128, "output": 32})
     parser.add_argument(
         "--model", default="smollm2-135m", help="as `kvscope serve` takes it; the default is fetched if it must"
     )
@@ -163,7 +161,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--output", type=int, default=96, help="tokens")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
     if (known := FETCHABLE.get(arguments.model)) is not None:
         fetch_model(known)
@@ -174,9 +171,6 @@ def main() -> None:
         random.integers(10, loaded.config.vocab_size - 10, arguments.prompt).tolist() for _ in range(arguments.requests)
     ]
     figures = measure(loaded, arguments.scheme, prompts, arguments.output)
-    if arguments.json:
-        print(json.dumps({"settings": vars(arguments), "python": platform.python_version(), **figures}, indent=2))
-        return
     print(
         f"{arguments.model}, {arguments.scheme}, {arguments.requests} requests of {arguments.prompt} + {arguments.output} tokens"
     )
@@ -191,6 +185,12 @@ def main() -> None:
     print(f"  both                            {figures['cost_ratio']:+.2%}")
     print(f"  a median step, default over off {figures['median_step_default_over_off_ratio']:+.2%}")
     print(f"  all steps, default over off     {figures['all_steps_default_over_off_ratio']:+.2%}, with {figures['comparisons_at_default']:.0f} comparisons")  # fmt: skip
+    rows = [
+        Row("measuring blocks / steps", figures["blocks_cost_ratio"], "ratio"),
+        Row("comparing decode steps / steps", figures["comparisons_cost_ratio"], "ratio"),
+        Row("both / steps", figures["cost_ratio"], "ratio"),
+    ]
+    keep(arguments, rows, figures)
 
 
 if __name__ == "__main__":

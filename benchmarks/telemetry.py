@@ -11,19 +11,16 @@ scrapes of their own process against those during equal scrapes of another one; 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ import torch
 
 from exporters.prometheus import start_exporter
 from exporters.text import Exposition, render
+from figures import Parser, Row, keep
 from observability import catalog as c
 from observability.engine.clock import MonotonicClock
 from observability.engine.engine import Engine
@@ -390,8 +388,7 @@ def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, too")
+    parser = Parser(__doc__, quick={"rounds": 6, "steps": 20, "seconds": 6.0})
     parser.add_argument(
         "--model", default="tiny", help="model of the engine (default: tiny, whose steps are the shortest)"
     )
@@ -412,10 +409,10 @@ def main() -> None:
         print(
             "\nOther work was running: the figures that begin with engine_ or delay_ are to be taken again on a quiet machine."
         )
-    if options.json is not None:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "cpus": os.cpu_count()}
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        options.json.write_text(json.dumps({"figures": figures, **machine, "settings": settings}, indent=2) + "\n")
+    rows = [
+        Row(name.removesuffix("_ratio"), value, "ratio") for name, value in figures.items() if name.endswith("_ratio")
+    ]
+    keep(options, rows, figures)
 
 
 if __name__ == "__main__":

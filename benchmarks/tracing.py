@@ -1,16 +1,13 @@
 """What OpenTelemetry costs: on the engine's thread with and without spans and exponential buckets, and what other threads do for it.
 
-    python benchmarks/tracing.py [--json]
+    python benchmarks/tracing.py [--json FILE]
 
 Variants take turns, so that what else the machine does meets all of them; medians, and ratios within the run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -25,6 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from exporters.otlp import to_metrics
+from figures import Parser, Row, keep
 from observability import catalog as c
 from observability.telemetry.recorder import Telemetry
 from observability.telemetry.tracing import RequestSpan, Tracing
@@ -138,15 +136,18 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = Parser(__doc__, quick={}).parse_args()
     figures = measure()
-    if parser.parse_args().json:
-        json.dump({"figures": figures}, sys.stdout, indent=2)
-        print()
-    else:
-        for name, figure in figures.items():
-            print(f"{name:40} {figure:12,.2f}")
+    for name, figure in figures.items():
+        print(f"{name:40} {figure:12,.2f}")
+    rows = [
+        Row("recording a request with a span / without", figures["request_with_span_ratio"], "ratio"),
+        Row("recording a request with a span", figures["request_with_span_us"], "us"),
+        Row("a step of 32 requests, exponential histograms more", figures["tokens_exponential_more_us"], "us"),
+        Row("building a span, on another thread", figures["build_span_us"], "us"),
+        Row("one push of all metrics, on another thread", figures["push_us"], "us"),
+    ]
+    keep(options, rows, figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the vLLM plug-in adds to an iteration of vLLM at 32 running requests, and to vLLM's own recording.
 
-    python benchmarks/vllm_plugin.py [--json]
+    python benchmarks/vllm_plugin.py [--json FILE]
 
 CPU time of the thread, so that a busy machine does not count. Run with the Python of an environment that holds vLLM (`make test-vllm`
 makes .venv-vllm) it also times vLLM's own PrometheusStatLogger on the very same objects, in turns, and tells the ratio.
@@ -8,9 +8,7 @@ makes .venv-vllm) it also times vLLM's own PrometheusStatLogger on the very same
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import random
 import statistics
 import sys
@@ -24,6 +22,7 @@ from typing import Any
 from exporters.vllm.capabilities import families
 from exporters.vllm.frontend import Frontend
 from exporters.vllm.recorder import Recorder, Settings
+from figures import Parser, Row, keep
 from observability.telemetry.observed import Source
 
 RUNNING = 32
@@ -102,9 +101,7 @@ def theirs() -> tuple[Any, Callable[[Any, Any], None]] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args().json
+    options = Parser(__doc__, quick={}).parse_args()
     source = Source("m", "vllm", "cuda", "auto", "0.32.0", families(prefix_cache=True, frontend=True))
     ours = Recorder(source, Settings(block_size=16, capacity_blocks=10_000))
     ours.watch(Frontend(("standard",), ours.received, ours.aborted, ours.fault))
@@ -120,13 +117,14 @@ def main() -> None:
             for scheduler, iteration in made:
                 record(scheduler, iteration)
             spent[name].append((time.thread_time_ns() - start) / len(made) / 1e3)
-    result: dict[str, object] = {
-        f"{name}_us_per_iteration": round(statistics.median(v), 2) for name, v in spent.items()
-    }
+    result: dict[str, float] = {f"{name}_us_per_iteration": round(statistics.median(v), 2) for name, v in spent.items()}
     if found is not None:
         result["kvscope_to_vllm"] = round(statistics.median(spent["kvscope"]) / statistics.median(spent["vllm"]), 2)
-    result |= {"running_requests": RUNNING, "python": platform.python_version(), "machine": platform.machine()}
-    sys.stdout.write(json.dumps(result) + "\n" if as_json else "".join(f"{k:28} {v}\n" for k, v in result.items()))
+    sys.stdout.write(f"{RUNNING} running requests\n" + "".join(f"{k:28} {v}\n" for k, v in result.items()))
+    rows = [Row(f"one iteration of {RUNNING} requests, CPU", result["kvscope_us_per_iteration"], "us")]
+    if found is not None:
+        rows.insert(0, Row("plug-in / vLLM's own recording", result["kvscope_to_vllm"], "ratio"))
+    keep(options, rows, result | {"running_requests": RUNNING})
 
 
 if __name__ == "__main__":
