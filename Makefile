@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test test-vllm lint generate bench lock clean
+.PHONY: help demo test test-vllm fuzz lint generate bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ test: $(VENV)/.ready-test ## every test, two files at a time; those that need a 
 test-vllm: $(VENV)/.ready-test $(VLLM)/.ready ## the plug-in inside a real vLLM on this CPU, under load; installs about 4 GB
 	@KVSCOPE_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest tests/vllm_live
 	@$(VLLM)/bin/python benchmarks/vllm_plugin.py
+
+fuzz: $(VENV)/.ready-test ## a million inputs to every parser, guided by coverage; some hours. CASES=n for another number
+	@$(BIN)/python -m tests.fuzz.run --cases $(or $(CASES),1000000)
 
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check

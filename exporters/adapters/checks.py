@@ -96,9 +96,11 @@ def histograms(adapter: Adapter, page: Page) -> Iterator[Finding]:
         series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
         for sample in page.by_name[f"{family}_bucket"]:
             try:
-                series[_others(sample)].append((float(sample.labels["le"]), sample.value))
+                bound = float(sample.labels["le"])
             except (KeyError, ValueError):
                 broken.append(f"{family} (le={sample.labels.get('le', '')!r})")
+            else:
+                series[_others(sample)].append((bound, sample.value))
         for key, found in series.items():
             found.sort()
             falls = any(b[1] < a[1] for a, b in itertools.pairwise(found))

@@ -98,7 +98,7 @@ class Evaluator:
         """Every signal at `time`, Unix seconds, by name; signals whose families were never seen have no series."""
         if self._compiled is None:
             compiler = _Compiler(self._columns)
-            self._compiled = [(signal.name, compiler.node(signal.expr)) for signal in self._signals]
+            self._compiled = [(signal.name, compiler.signal(signal)) for signal in self._signals]
         at = round(time * 1000)
         samples = self._samples(at)
         out = {}
@@ -215,6 +215,13 @@ class _Compiler:
     columns: list[Key]
     done: dict[str, _Compiled] = field(default_factory=dict)
 
+    def signal(self, signal: Signal) -> _Compiled:
+        """Without any series where Prometheus would refuse to evaluate the rule."""
+        try:
+            return self.node(signal.expr)
+        except _AmbiguousMatch:
+            return _Compiled([], lambda _: Vector(np.zeros(0), np.zeros(0, dtype=bool)))
+
     def node(self, node: Node) -> _Compiled:
         text = node.promql()
         if text not in self.done:
@@ -306,7 +313,7 @@ class _Compiler:
         place = {age: i for i, age in enumerate(catalog.AGE_LABELS)}
         groups, member = _groups(ratio.labels, ("model", "pool"))
         bounds = len(catalog.AGE_BOUNDS)
-        pairs = [(i, n) for i, labels in enumerate(ratio.labels) for n in range(place[labels["age"]], bounds)]
+        pairs = [(i, n) for i, labels in enumerate(ratio.labels) for n in range(place.get(labels["age"], bounds), bounds)]
         source = np.array([i for i, _ in pairs], dtype=np.int64)
         target = np.array([member[i] * bounds + n for i, n in pairs], dtype=np.int64)
         size = len(groups) * bounds
@@ -337,6 +344,10 @@ class _Compiler:
             return Vector(bucket_quantile(q, bounds, counts, exists), np.any(exists, axis=1))
 
         return _Compiled(groups, run)
+
+
+class _AmbiguousMatch(Exception):
+    """Several series on the right side of an operator stand for one on its left."""
 
 
 def _matches(label: str, wanted: str | tuple[str, ...] | Not) -> bool:
@@ -399,7 +410,7 @@ def _matched(
     """`left op on (...) group_left () right`: every left series whose match on the right exists."""
     place = {tuple(labels.get(name, "") for name in on): i for i, labels in enumerate(right.labels)}
     if len(place) < len(right.labels):
-        raise ValueError(f"several series on the right side match on {on}")
+        raise _AmbiguousMatch(f"several series on the right side match on {on}")
     pairs = [(i, place.get(tuple(labels.get(name, "") for name in on))) for i, labels in enumerate(left.labels)]
     here = np.array([i for i, j in pairs if j is not None], dtype=np.int64)
     there = np.array([j for _, j in pairs if j is not None], dtype=np.int64)
@@ -413,21 +424,30 @@ def _matched(
 
 def _quantile(q: float, of: _Compiled) -> _Compiled:
     """histogram_quantile over bucket rates: linear inside a bucket, the highest finite bound when it falls in +Inf."""
-    names = [tuple(sorted((k, v) for k, v in labels.items() if k != "le")) for labels in of.labels]
+    bound_of = [_bound(labels.get("le", "")) for labels in of.labels]
+    kept = np.array([i for i, bound in enumerate(bound_of) if not np.isnan(bound)], dtype=np.int64)  # others are no buckets
+    names = [tuple(sorted((k, v) for k, v in of.labels[i].items() if k != "le")) for i in kept]
     found: dict[tuple[tuple[str, str], ...], int] = {}
     group = np.array([found.setdefault(name, len(found)) for name in names], dtype=np.int64)
-    bounds = np.array([float(labels["le"]) for labels in of.labels], dtype=np.float64)
+    bounds = np.array([bound_of[i] for i in kept], dtype=np.float64)
     les, bucket = np.unique(bounds, return_inverse=True)
     shape = (len(found), len(les))
     flat = group * len(les) + bucket  # equal bounds written differently ("1", "1.0") add up
 
     def run(s: _Samples) -> Vector:
-        values, present = of.run(s)
+        values, present = (part[kept] for part in of.run(s))
         counts = np.bincount(flat, np.where(present, values, 0.0), shape[0] * shape[1]).reshape(shape)
         exists = np.bincount(flat, present, shape[0] * shape[1]).reshape(shape) > 0
         return Vector(bucket_quantile(q, les, counts, exists), np.any(exists, axis=1))
 
     return _Compiled([dict(name) for name in found], run)
+
+
+def _bound(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return np.nan
 
 
 def bucket_quantile(q: float, bounds: np.ndarray, counts: np.ndarray, exists: np.ndarray) -> np.ndarray:
