@@ -17,17 +17,24 @@ MAY_IMPORT = {
     "observability/signals.py": {"catalog", "objectives"},
     "observability/buckets.py": {"catalog", "objectives", "errors"},
     "observability/telemetry": (DATA - {"signals", "objectives"}) | {"buckets"},
-    "observability/engine": {*DATA, "telemetry"},
+    "observability/engine": {*DATA, "telemetry", "records"},
     "observability/store": {*DATA, "telemetry"},
-    "observability/workload": {*DATA, "telemetry", "engine", "store"},
+    "observability/workload": {*DATA, "telemetry", "engine", "store", "records"},
     "observability/forecast": {*DATA, "store"},
-    "observability/app": {*DATA, "store", "forecast", "supervise", "adapters"},
-    "exporters": {*DATA, "telemetry", "adapters"},
+    "observability/app": {*DATA, "store", "forecast", "supervise", "adapters", "records"},
+    "exporters": {*DATA, "telemetry", "adapters", "records"},
     "exporters/forecast.py": {*DATA, "telemetry", "store", "forecast"},
     "exporters/adapters": DATA,
     "alerts": {*DATA, "adapters"},
     "dashboards": {*DATA, "alerts", "adapters"},
 }
+#: Tables that are data alone, in the folder of the part that acts on them.
+RECORDS = (
+    "exporters.gpu.health",
+    "exporters.gpu.reading",
+    "observability.engine.executor.hardware",
+    "observability.engine.model.costs",
+)
 
 
 def parts_imported(path: Path) -> set[str]:
@@ -42,7 +49,10 @@ def parts_imported(path: Path) -> set[str]:
             continue
         for module in modules:
             top, _, rest = module.partition(".")
-            if top == "observability":
+            # the names that a reader may choose from, and what takes off a GPU's health: tables, as signals are
+            if module.startswith(RECORDS):
+                found.add("records")
+            elif top == "observability":
                 found.add(rest.split(".")[0])
             # tables of other engines and of the plug-in: data, as signals are
             elif module.startswith(("exporters.adapters", "exporters.vllm.capabilities")):

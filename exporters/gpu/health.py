@@ -16,6 +16,8 @@ from exporters.gpu.reading import GpuReading
 FATAL_XIDS = frozenset({"48", "62", "64", "74", "79", "95", "119", "120", "140", "143"})
 PROGRAM_XIDS = frozenset({"13", "31", "43", "45", "68", "69"})
 WINDOW_SECONDS = 600.0
+#: What hardware figures should exceed: the ratio of DRAM activity, of hidden copies, of L2 hits.
+TARGETS = {"dram_active": 0.65, "copy_compute_overlap": 0.70, "l2_hit": 0.85}
 
 
 @dataclass(frozen=True, slots=True)

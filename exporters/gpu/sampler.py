@@ -10,15 +10,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from exporters.gpu.health import WINDOW_SECONDS, Look, health, penalties
+from exporters.gpu.health import TARGETS, WINDOW_SECONDS, Look, health, penalties
 from exporters.gpu.reading import VALUES, WHOLE, GpuReading, GpuSource, Reading, SourceUnavailable
 from observability import catalog as c
 from observability.catalog import Family
 from observability.telemetry.snapshot import FamilySamples, Row
 
 _log = logging.getLogger(__name__)
-#: What hardware figures should exceed (the ratio of DRAM activity, of hidden copies, of L2 hits).
-TARGETS = {"dram_active": 0.65, "copy_compute_overlap": 0.70, "l2_hit": 0.85}
 #: Of targets that GPUs give: the value that measures them. The engine measures the other one.
 _MEASURED_BY = {"dram_active": "profiled/dram", "l2_hit": "profiled/l2_hit"}
 _COUNTERS = tuple(key for key, value in VALUES.items() if value.family.kind == "counter")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import streamlit as st
 from streamlit.navigation.page import StreamlitPage
@@ -34,7 +33,7 @@ def main() -> None:
     # The filters belong to no page: so their values and their place in the URL outlive a change of page.
     selection = ui.controls(models)
     live = None if selection.end else refresh_seconds(selection.seconds)
-    st.fragment(refresh, run_every=live)(chosen[0].draw, selection, tuple(models))
+    st.fragment(refresh, run_every=live)(chosen[0], selection, tuple(models))
 
 
 def known_models(source: CachedSource) -> list[str]:
@@ -48,10 +47,10 @@ def known_models(source: CachedSource) -> list[str]:
             return []
 
 
-def refresh(draw: Callable[[Context], None], selection: Selection, models: tuple[str, ...]) -> None:
+def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> None:
     """One refresh of the page: is the source alive, then the page's cards."""
     place, notices = ui.status_place(), st.container(key="notices")  # always there: a notice must not move the cards
-    drawn = (draw.__module__, selection)
+    drawn = (page.path, selection)
     if st.session_state.get("drawn") != drawn:  # first sight of this page or choice: say that it is being read
         place = place.empty()
         ui.status(place, "reading", "Reading…")
@@ -66,18 +65,20 @@ def refresh(draw: Callable[[Context], None], selection: Selection, models: tuple
     except KvscopeError as error:
         with notices:
             ui.source_error(error, refresh_seconds(selection.seconds))
-        if selection.model is not None:
-            draw(Context(source.offline(error), view, versus=selection.versus))
+        if selection.model is not None or page.without_data:
+            page.draw(Context(source.offline(error), view, versus=selection.versus))
         ui.status(place, "down", "Source unreachable")
         return
     if fresh.state == "empty" or selection.model is None:
         with notices:
             ui.empty_source(source.describe())
+        if page.without_data:
+            page.draw(Context(source, view, versus=selection.versus))
     else:
         if fresh.state == "stale" and selection.end is None:
             with notices:
                 ui.stale_source(fresh, selection.zone)
-        draw(Context(source, view, simulated, versus=selection.versus))
+        page.draw(Context(source, view, simulated, versus=selection.versus))
     ui.freshness_status(place, fresh, selection.zone, queries.simulated_share(simulated, view) > 0)
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from observability.app import page_forecast, page_kv, page_now, page_p99
+from observability.app import page_forecast, page_hardware, page_kv, page_now, page_p99
 from observability.app.ui import Context
 
 
 @dataclass(frozen=True, slots=True)
 class AppPage:
-    """`path` is its place in the URL; the first page has none."""
+    """`path` is its place in the URL; the first page has none. `without_data`: it is drawn even where the source has nothing, or is away."""
 
     title: str
     path: str
     icon: str
     draw: Callable[[Context], None]
+    without_data: bool = False
 
 
 PAGES = (
     AppPage("Now", "", ":material/speed:", page_now.draw),
     AppPage("KV cache", "kv-cache", ":material/grid_view:", page_kv.draw),
     AppPage("P99", "p99", ":material/timeline:", page_p99.draw),
+    AppPage("Hardware", "hardware", ":material/memory:", page_hardware.draw),
     AppPage("Forecast", "forecast", ":material/trending_up:", page_forecast.draw),
 )

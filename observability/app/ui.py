@@ -172,11 +172,11 @@ def banner(kind: str, title: str, text: str, commands: Sequence[str] = ()) -> No
     code = "".join(f"<code>{escape(command)}</code>" for command in commands)
     st.html(
         f'<div class="banner {kind}" role="{"alert" if kind == "error" else "status"}"><b>{escape(title)}</b>'
-        f"<span>{_with_code(text)}</span>{code}</div>"
+        f"<span>{with_code(text)}</span>{code}</div>"
     )
 
 
-def _with_code(text: str) -> str:
+def with_code(text: str) -> str:
     """`text` as HTML, what stands in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
@@ -280,7 +280,7 @@ def _card(
                 _details(key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
-            text = _with_code(failed or content.absent)
+            text = with_code(failed or content.absent)
             st.html(f'<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
             return
         if content.html:

@@ -107,8 +107,54 @@ LABELS = {
 }  # fmt: skip
 
 
+#: Two GPUs: the first is well, the second has two findings.
+GPUS = (("0", "GPU-11110000-aaaa", "none"), ("1", "GPU-22220000-bbbb", "none"))
+FOUND = {"pcie_width": 0.3, "hot": 0.1}
+GPU_LABELS = {
+    "unit": ("sm", "memory"),
+    "kind": ("total", "used", "free", "reserved"),
+    "reason": (*FOUND, "xid_fatal", "ecc_uncorrected"),
+}
+TARGET_ROWS = (
+    ("dram_active", "measured", "none"),
+    ("l2_hit", "unavailable", "no_profiler"),
+    ("copy_compute_overlap", "unavailable", "no_host_tier"),
+)
+
+
+def gpu_series(signal: Signal, times: np.ndarray) -> pd.DataFrame:
+    """`series` of GPUs and of the hosts' hardware targets."""
+    stamps, x, parts = pd.to_datetime(times, unit="s", utc=True), load(times), []
+    if signal.by[0] == "target":
+        rows = [dict(zip(signal.by, row, strict=True)) for row in TARGET_ROWS]
+        return pd.concat([pd.DataFrame({"time": stamps, **row, "value": 2.0}) for row in rows], ignore_index=True)
+    extra = signal.by[3:]
+    for gpu in GPUS:
+        for values_of in itertools.product(*(GPU_LABELS[label] for label in extra)):
+            labels = dict(zip(signal.by, (*gpu, *values_of), strict=True))
+            ill = gpu is GPUS[1]
+            if "penalty" in signal.name:
+                value = (FOUND.get(labels["reason"], 0.0) if ill else 0.0) * np.ones_like(x)
+            elif "health" in signal.name:
+                value = (1.0 - sum(FOUND.values()) if ill else 1.0) * np.ones_like(x)
+            elif signal.unit == "bytes":
+                total = 80 * 2.0**30
+                value = (
+                    total
+                    * {"total": 1 + 0 * x, "used": 0.5 + 0.4 * x, "free": 0.48 - 0.4 * x, "reserved": 0.02 + 0 * x}[
+                        labels["kind"]
+                    ]
+                )
+            else:
+                value = np.clip(x * (0.9 if ill else 1.0), 0, 1)
+            parts.append(pd.DataFrame({"time": stamps, **labels, "value": value}))
+    return pd.concat(parts, ignore_index=True)
+
+
 def series(signal: Signal, times: np.ndarray) -> pd.DataFrame:
     """All rows of `signal`: time (UTC), its labels, value."""
+    if signal.by[0] in ("gpu", "target"):
+        return gpu_series(signal, times)
     choices = [
         catalog.BLOCK_STATES if label == "state" and "kv_blocks" in signal.name else LABELS.get(label, ("a",))
         for label in signal.by

@@ -16,8 +16,8 @@ from tests.app.conftest import Start
 from tests.conftest import wait_for
 
 #: Page in the URL -> number of its charts.
-CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "forecast": 4}
-NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "forecast": "forecast"}
+CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "hardware": 7, "forecast": 4}
+NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "hardware": "hardware", "forecast": "forecast"}
 
 
 def check(browser: Browser, page: str, theme: str, width: int) -> None:

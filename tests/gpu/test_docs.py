@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from exporters.gpu.health import table
-from exporters.gpu.sampler import TARGETS
+from exporters.gpu.health import TARGETS, table
 from observability.signals import BY_NAME
 from tests.conftest import REPO
 

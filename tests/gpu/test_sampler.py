@@ -11,9 +11,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from exporters.gpu.health import TARGETS
 from exporters.gpu.nvml import NvmlSource
 from exporters.gpu.reading import VALUES
-from exporters.gpu.sampler import TARGETS, GpuSampler
+from exporters.gpu.sampler import GpuSampler
 from exporters.prometheus import start_exporter
 from exporters.text import render
 from exporters.together import Together

@@ -1,0 +1,130 @@
+"""What the page Hardware reads: the health of each GPU with what takes from it, and which hardware figures are measured at all.
+
+Signals of GPUs carry no model: a GPU is of a host, whatever is served on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from exporters.gpu import health
+from exporters.gpu.reading import WHOLE
+from observability.app.view import View
+from observability.signals import BY_NAME, Signal
+from observability.store.source import ANY, SeriesSource
+
+HEALTH = BY_NAME["gpu_uuid_mig:kvscope_gpu_health:min"]
+PENALTY = BY_NAME["gpu_uuid_mig_reason:kvscope_gpu_health_penalty:max"]
+UTILIZATION = BY_NAME["gpu_uuid_mig_unit:kvscope_gpu_utilization:max"]
+MEMORY = BY_NAME["gpu_uuid_mig_kind:kvscope_gpu_memory_bytes:max"]
+THROTTLED = BY_NAME["gpu_uuid_mig_reason:kvscope_gpu_throttle:rate5m"]
+DRAM_ACTIVE = BY_NAME["gpu_uuid_mig:kvscope_gpu_dram_active:max"]
+L2_HIT = BY_NAME["gpu_uuid_mig:kvscope_gpu_l2_hit:max"]
+OVERLAP = BY_NAME["model:kvscope_kv_copy_overlap:ratio_rate5m"]
+TARGETS = BY_NAME["target_status_reason:kvscope_hardware_target:sum"]
+
+#: From here down a GPU needs a look, and is called unhealthy: bounds of the board Hardware and of the alert KvscopeGPUUnhealthy.
+LOOK_BELOW, UNHEALTHY_BELOW = 0.8, 0.5
+TARGET_TITLES = {
+    "dram_active": "memory interface active", "copy_compute_overlap": "copies hidden beside steps", "l2_hit": "L2 hits",
+}  # fmt: skip
+#: Why a hardware figure is not measured, by the word that the exporter gives, and what would give it.
+UNAVAILABLE = {
+    "virtual_time": "time is virtual: nothing ran on hardware",
+    "no_gpu": "no GPU on that host",
+    "no_driver": "no NVIDIA driver: `kvscope doctor --host` says what to do",
+    "no_library": "the driver's Python library is missing: `pip install 'kvscope[gpu]'`",
+    "no_host_tier": "the engine has no host tier, so nothing is copied",
+    "no_copies": "nothing was copied yet",
+    "no_profiler": "card or driver give no hardware counters",
+    "stale": "the newest reading is too old",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One finding on a GPU: what it takes off the health, what it means and what to do."""
+
+    reason: str
+    penalty: float
+    condition: str
+    do: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHealth:
+    """One GPU at its newest reading in the view. `score` is 1 less the penalties of `taken`, at least 0; `looked_for` counts the
+    findings that could be told, of all that there are. `current` is False when there was no reading at the end of the view."""
+
+    name: str
+    score: float
+    taken: tuple[Taken, ...]
+    looked_for: int
+    time: pd.Timestamp
+    current: bool
+
+
+def gpus_over_time(source: SeriesSource, view: View, signal: Signal, by: str = "") -> pd.DataFrame:
+    """Columns time, series, value: a series a GPU, or a GPU and value of the label `by`."""
+    frame = source.range(signal.name, view.start, view.end, view.step, ANY)
+    names = gpu_names(frame)
+    series = [names[key] for key in zip(frame["gpu"], frame["uuid"], frame["mig"], strict=True)]
+    if by:
+        series = [f"{name} {value}" for name, value in zip(series, frame[by], strict=True)]
+    return frame.assign(series=pd.Series(series, index=frame.index, dtype="str"))[["time", "series", "value"]]
+
+
+def gpu_names(frame: pd.DataFrame) -> dict[tuple[str, str, str], str]:
+    """(gpu, uuid, mig) -> a name for people: GPU 0, with the end of its UUID where hosts have GPUs of one number."""
+    keys = sorted({tuple(map(str, key)) for key in zip(frame["gpu"], frame["uuid"], frame["mig"], strict=True)})
+    cards: dict[str, set[str]] = {}
+    for gpu, uuid, _ in keys:
+        cards.setdefault(gpu, set()).add(uuid)
+    return {
+        (gpu, uuid, mig): f"GPU {gpu}"
+        + (f" (…{uuid[-6:]})" if len(cards[gpu]) > 1 else "")
+        + (f" MIG {mig}" if mig not in (WHOLE, "") else "")
+        for gpu, uuid, mig in keys
+    }
+
+
+def gpu_health(source: SeriesSource, view: View) -> list[GpuHealth]:
+    """Every GPU that was read in the view, the least healthy first."""
+    scores = source.range(HEALTH.name, view.start, view.end, view.step, ANY)
+    penalties = source.range(PENALTY.name, view.start, view.end, view.step, ANY)
+    recent = pd.Timestamp(view.end - max(2 * view.step, 120.0), unit="s", tz="UTC")
+    out = []
+    for key, name in gpu_names(scores).items():
+        mine = scores[_of(scores, key)].sort_values("time").iloc[-1]
+        told = penalties[_of(penalties, key) & (penalties["time"] == mine["time"])]
+        found = told[told["value"] > 0].sort_values("value", ascending=False)
+        taken = tuple(_taken(reason, value) for reason, value in zip(found["reason"], found["value"], strict=True))
+        out.append(GpuHealth(name, float(mine["value"]), taken, len(told), mine["time"], mine["time"] >= recent))
+    return sorted(out, key=lambda each: (each.score, each.name))
+
+
+def _of(frame: pd.DataFrame, key: tuple[str, str, str]) -> pd.Series:
+    gpu, uuid, mig = key
+    return (frame["gpu"] == gpu) & (frame["uuid"] == uuid) & (frame["mig"] == mig)
+
+
+def _taken(reason: str, penalty: float) -> Taken:
+    known = health.BY_REASON.get(reason)
+    if known is None:  # of a newer exporter
+        return Taken(reason, penalty, reason.replace("_", " "), "See docs/hardware.md of the exporter's version.")
+    return Taken(reason, penalty, known.condition, known.do)
+
+
+def target_states(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Which hardware figures are measured: newest rows of the view with target, status, reason and value (hosts)."""
+    frame = source.range(TARGETS.name, view.start, view.end, view.step, ANY)
+    frame = frame[frame["value"] > 0]
+    newest = frame.groupby("target")["time"].transform("max") if len(frame) else frame["time"]
+    return frame[frame["time"] == newest].sort_values(["target", "status"]).reset_index(drop=True)
+
+
+def why_unavailable(reason: str) -> str:
+    """The exporter's word for why a figure is not measured, as a clause."""
+    return UNAVAILABLE.get(reason, reason.replace("_", " "))
