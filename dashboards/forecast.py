@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from alerts import forecasts as f
 from dashboards.frame import frame
 from dashboards.panels import RED, YELLOW, BarGauge, Board, Json, Line, Query, Section, Table, TimeSeries
@@ -12,6 +10,9 @@ from observability import objectives as o
 
 PREDICTED, OLD, OFF = "KvscopeKVExhaustionPredicted", "KvscopeForecastStale", "KvscopeForecastCoverageOff"
 NOT_SERVED = "No forecasts: `kvscope forecast --serve` is not scraped, or its history is too short"
+
+#: The board reaches into the future, where an instant query finds nothing: panels of one value end now instead.
+_NOW = "1h"
 
 #: What is forecast: the label `signal`, the recorded series, what it is called, its unit here, whose runbook helps when it is high.
 _SHOWN = (
@@ -36,50 +37,50 @@ def _value(short: str, quantile: str, horizon: str = "60m") -> str:
 
 
 #: The band is what lies between its two ends: the upper one is filled down to the lower.
+_LOW, _HIGH = "2.5 %", "97.5 %"
 _BAND: list[Json] = [
     {
-        "matcher": {"id": "byFrameRefID", "options": "C"},
-        "properties": [{"id": "custom.lineWidth", "value": 0}],
-    },
+        "matcher": {"id": "byName", "options": name},
+        "properties": [
+            {"id": "custom.lineWidth", "value": 0},
+            {"id": "color", "value": {"mode": "fixed", "fixedColor": "blue"}},
+            *fill,
+        ],
+    }
+    for name, fill in (
+        (_LOW, []),
+        (_HIGH, [{"id": "custom.fillBelowTo", "value": _LOW}, {"id": "custom.fillOpacity", "value": 20}]),
+    )
+] + [
     {
-        "matcher": {"id": "byFrameRefID", "options": "D"},
-        "properties": [{"id": "custom.lineWidth", "value": 0}, {"id": "custom.fillOpacity", "value": 15}],
-    },
+        "matcher": {"id": "byName", "options": "forecast"},
+        "properties": [
+            {"id": "color", "value": {"mode": "fixed", "fixedColor": "blue"}},
+            {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}},
+        ],
+    }
 ]
 
 
-def _course(short: str, series: str, name: str, unit: str, alert: str) -> tuple[TimeSeries, TimeSeries]:
-    """Where the signal will be, and where it was said to be."""
+def _course(short: str, series: str, name: str, unit: str, alert: str) -> TimeSeries:
+    """Where the signal goes, over where it was said to go."""
     bounds = {"max": 1} if unit == "percentunit" else {}
-    ahead = lines(
+    return lines(
         alert,
-        f"Where is {name} in an hour?",
-        "The value now, and for each moment what was then expected of the mean of the ten minutes that end an hour later: the median, and the "
-        "ends of the 95 % band. At the right edge: the coming hour.",
+        f"Where does {name} go?",
+        "The value, and what was forecast for each moment an hour before: the median, and the 95 % band of the mean of ten minutes. The band "
+        "reaches an hour beyond the last value: that is the coming hour. One moment in twenty may lie outside; long stretches outside mean that "
+        "the load is new to the model.",
         unit,
-        query(signal(series), "{{model}} now"),
-        query(_value(short, "0.5"), "{{model}} in an hour"),
-        query(_value(short, "0.025"), "{{model}} 2.5 %"),
-        query(_value(short, "0.975"), "{{model}} 97.5 %"),
+        query(signal(series), "came"),
+        *(
+            query(f"{_value(short, quantile)} offset 1h", legend)
+            for quantile, legend in (("0.5", "forecast"), ("0.025", _LOW), ("0.975", _HIGH))
+        ),
         overrides=_BAND,
         when_empty=NOT_SERVED,
         **bounds,
     )
-    past = lines(
-        OFF,
-        f"Did {name} go as forecast?",
-        "The value, and what was forecast for this moment an hour before: the median, and the ends of the 95 % band. One moment in twenty may "
-        "lie outside; long stretches outside mean that the load is new to the model.",
-        unit,
-        query(signal(series), "{{model}} came"),
-        query(f"{_value(short, '0.5')} offset 1h", "{{model}} forecast"),
-        query(f"{_value(short, '0.025')} offset 1h", "{{model}} 2.5 %"),
-        query(f"{_value(short, '0.975')} offset 1h", "{{model}} 97.5 %"),
-        overrides=_BAND,
-        when_empty=NOT_SERVED,
-        **bounds,
-    )
-    return ahead, past
 
 
 def likely() -> Section:
@@ -93,6 +94,7 @@ def likely() -> Section:
             f"{f.LIKELY * 100:g} % for exhaustion, {PREDICTED} fires.",
         ),
         targets=[Query(expr=_of(f.BREACH, horizon="60m"), legendFormat="{{model}} {{limit}}", instant=True)],
+        timeFrom=_NOW,
         unit="percentunit",
         min=0,
         max=1,
@@ -108,6 +110,7 @@ def likely() -> Section:
             "the left does not reach that probability.",
         ),
         targets=[Query(expr=signal(f.BREACH_TIME), legendFormat="{{model}} {{limit}} {{quantile}}", instant=True)],
+        timeFrom=_NOW,
         unit="s",
         min=0,
         max=3600,
@@ -124,7 +127,7 @@ def likely() -> Section:
         when_empty=NOT_SERVED,
         **limits((f.LIKELY, RED)),
     )
-    return Section("Will a limit be passed?", [Line(8, [chances, soon, course])])
+    return Section("Will a limit be passed?", [Line(8, [chances, soon, course]), Line(8, [_table()])])
 
 
 def _table() -> Table:
@@ -146,6 +149,7 @@ def _table() -> Table:
             )
             for quantile, horizon in exprs
         ],
+        timeFrom=_NOW,
         transformations=[
             {"id": "merge", "options": {}},
             {
@@ -173,6 +177,7 @@ def _in_use() -> Table:
             "simulated: a part of the history comes from virtual time.",
         ),
         targets=[Query(expr=signal(f.IN_USE), format="table", instant=True)],
+        timeFrom=_NOW,
         transformations=[
             {
                 "id": "organize",
@@ -249,17 +254,19 @@ def trusted() -> Section:
     )
 
 
-def courses() -> Iterator[Section]:
-    """Each signal: ahead and behind."""
+def courses() -> Section:
+    """Each signal: what came, what was forecast, and the coming hour."""
     panels = [_course(*shown) for shown in _SHOWN]
-    yield Section("Where does it go?", [Line(8, [_table()]), *(Line(8, pair) for pair in panels)])
+    rows = [panels[at : at + 2] for at in range(0, len(panels), 2)]
+    return Section("$model: where does it go?", [Line(8, row) for row in rows], repeat_for="model")
 
 
 def board() -> Board:
     return frame(
         "forecast",
         "What does the next hour bring, and how far can that be trusted?",
-        [likely(), *courses(), trusted()],
+        [likely(), courses(), trusted()],
         refresh="1m",
         span="now-6h",
+        until="now+1h",
     )

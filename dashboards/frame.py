@@ -103,7 +103,13 @@ def alert_marks() -> list[Json]:
 
 
 def frame(
-    name: str, description: str, sections: Sequence[Section], *, refresh: str = "15s", span: str = "now-1h"
+    name: str,
+    description: str,
+    sections: Sequence[Section],
+    *,
+    refresh: str = "15s",
+    span: str = "now-1h",
+    until: str = "now",
 ) -> Board:
     """The board `name` with what all boards have; each panel also links to the board to look at next."""
     title, following = TITLES[name]
@@ -119,7 +125,7 @@ def frame(
         description=description,
         tags=["kvscope"],
         refresh=refresh,
-        time=G.Time(span, "now"),
+        time=G.Time(span, until),
         links=[
             *(link(other, board_url(key)) for key, (other, _) in TITLES.items() if key != name),
             *(link(f"Runbook: {alert}", runbook_url(alert), tooltip=named(alert).summary) for alert in shown),

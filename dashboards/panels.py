@@ -115,6 +115,8 @@ class Panel(G.Panel):
             "transparent": self.transparent,
             "type": self.KIND,
         }
+        if self.timeFrom:
+            out["timeFrom"] = self.timeFrom
         if self.HAS_FIELDS:
             out["datasource"] = DATASOURCE
             out["fieldConfig"] = self._field_config()
