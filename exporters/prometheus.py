@@ -35,6 +35,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+#: Connections of an exporter, idle ones included; more are answered 503.
+_MOST_CONNECTIONS = 1000
 _PAUSE_SECONDS = 0.002  # after each tenth of a millisecond of rendering: a step of the engine meets few of them
 
 
@@ -99,7 +101,7 @@ class MetricsApp:
 
     def __init__(self, telemetry: Source, token: str | None = None) -> None:
         self._authorization = f"Bearer {token}".encode() if token else None
-        self._rendering: dict[bool, asyncio.Task[bytes]] = {}
+        self._rendering: dict[tuple[bool, bool], asyncio.Task[bytes]] = {}  # by form and compression
         self._expositions = {form: Exposition(telemetry, openmetrics=form) for form in (False, True)}
         self._render_seconds = 0.0
         self._series = 0
@@ -116,20 +118,31 @@ class MetricsApp:
             if not hmac.compare_digest(given, self._authorization):
                 return PlainTextResponse("A bearer token is needed.\n", 401, {"WWW-Authenticate": "Bearer"})
         openmetrics = prefers_openmetrics(headers.get("accept", ""))
-        task = self._rendering.get(openmetrics)
-        if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._render, openmetrics))
-            self._rendering[openmetrics] = task
-            task.add_done_callback(lambda _: self._rendering.pop(openmetrics, None))
-        body = await asyncio.shield(task)
+        packed = gzip_accepted(headers.get("accept-encoding", ""))
+        body = await self._shared(openmetrics, packed)
         answer = {
             "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4,
             "Vary": "Accept, Accept-Encoding",
         }
-        if gzip_accepted(headers.get("accept-encoding", "")):
-            body = await asyncio.to_thread(gzip.compress, body, 1)
+        if packed:
             answer["Content-Encoding"] = "gzip"
         return Response(body, headers=answer)
+
+    async def _shared(self, openmetrics: bool, packed: bool) -> bytes:
+        """The exposition; whoever asks while it is made waits for the same."""
+        key = openmetrics, packed
+        task = self._rendering.get(key)
+        if task is None:
+            task = asyncio.create_task(self._packed(openmetrics) if packed else self._plain(openmetrics))
+            self._rendering[key] = task
+            task.add_done_callback(lambda _: self._rendering.pop(key, None))
+        return await asyncio.shield(task)  # one scraper that leaves must not end it for the others
+
+    async def _plain(self, openmetrics: bool) -> bytes:
+        return await asyncio.to_thread(self._render, openmetrics)
+
+    async def _packed(self, openmetrics: bool) -> bytes:
+        return await asyncio.to_thread(gzip.compress, await self._shared(openmetrics, False), 1)
 
     def _render(self, openmetrics: bool) -> bytes:
         start = time.perf_counter()
@@ -190,7 +203,12 @@ def start_exporter(telemetry: Source, host: str = "127.0.0.1", port: int = 0, *,
         ) from error
     app = Starlette(routes=[Route("/metrics", MetricsApp(telemetry, token))])
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", limit_concurrency=64, timeout_graceful_shutdown=2
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_graceful_shutdown=2,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="kvscope-exporter", daemon=True)
