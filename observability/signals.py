@@ -261,6 +261,8 @@ class Signal:
         "dB",
         "nats",
         "hosts",
+        "engines",
+        "times",
     ]
     expr: Node
     by: tuple[str, ...]
@@ -285,7 +287,9 @@ def _quantile(family: Family, q: float, *by: str) -> Quantile:
 
 M = ("model",)
 G = ("gpu", "uuid", "mig")
+MC = ("model", "class")
 ML = ("model", "length_bucket")
+MRA = ("model", "rule", "action")
 MR = ("model", "region")
 MP = ("model", "component")
 MT = ("model", "tenant")
@@ -296,6 +300,9 @@ MGS = ("model", "layer_group", "scheme")
 MS = ("model", "scheme")
 QUANTILES = (0.5, 0.9, 0.99)
 UNIT = (0.0, 1.0)
+
+
+_PER_SECOND: Mapping[str, Literal["requests/s", "tokens/s"]] = {"requests": "requests/s", "tokens": "tokens/s"}
 
 
 def _percent(q: float) -> str:
@@ -311,6 +318,16 @@ def _latency_signals() -> list[Signal]:
             out.append(Signal(name, title, "seconds", _quantile(family, q, "model"), M))
         good = _rate(family, "model", le=str(float(objective.threshold_seconds)))
         total = _rate(family, "model", le="+Inf")
+        events = objective.events
+        out.append(
+            Signal(
+                f"model:{short}:rate5m",
+                f"{objective.title}: {events} measured per second",
+                _PER_SECOND[events],
+                total,
+                M,
+            )
+        )
         out.append(
             Signal(
                 f"model:{short}:error_ratio_rate5m",
@@ -337,15 +354,15 @@ def _makeup_signals() -> list[Signal]:
         for q in QUANTILES
     ] + [
         Signal(
-            "model_length_bucket:kvscope_request_length_phase_seconds:p99_tail_mean5m",
-            "Mean latency of the slowest 1 % of requests by prompt length",
-            "seconds", TailMean(0.99, ML, c.PHASE_LENGTH_SECONDS), ML,
-        ),
-        Signal(
-            "model_length_bucket:kvscope_request_length_phase_requests:p99_tail_mean5m",
-            "Share of the slowest 1 % of requests by prompt length",
-            "ratio", TailMean(0.99, ML, c.PHASE_LENGTH_REQUESTS), ML, UNIT,
-        ),
+            f"model_length_bucket:kvscope_request_length_phase_{kind}:{_percent(q)}_tail_mean5m",
+            f"{what} of the slowest {(1 - q) * 100:g} % of requests by prompt length",
+            unit, TailMean(q, ML, family), ML, bounds,
+        )
+        for q in QUANTILES
+        for kind, what, unit, family, bounds in (
+            ("seconds", "Mean latency", "seconds", c.PHASE_LENGTH_SECONDS, (0.0, None)),
+            ("requests", "Share", "ratio", c.PHASE_LENGTH_REQUESTS, UNIT),
+        )
     ]  # fmt: skip
 
 
@@ -367,6 +384,37 @@ def _quantization_signals() -> list[Signal]:
         Signal("model_scheme:kvscope_kv_quantization_divergence:mean_rate5m", "Divergence of logits by quantized KV, mean", "nats", Ratio(_rate(c.KV_QUANT_DIVERGENCE, *MS), compared, MS), MS),
         Signal("model_scheme:kvscope_kv_quantization_agreed:ratio_rate5m", "Tokens that quantized KV leaves the likeliest", "ratio", Ratio(_rate(c.KV_QUANT_AGREED, *MS), compared, MS), MS, UNIT),
         Signal("model:kvscope_request_quantization_error:over_budget_ratio_rate5m", "Sequences over the quantization error budget", "ratio", OneMinus(Ratio(within, measured, M)), M, UNIT),
+    ]  # fmt: skip
+
+
+def _batching_signals() -> list[Signal]:
+    ttft = f"model_class:{TTFT.family.name}:p99_5m"
+    spread = f"model:{c.PREFILL_SPREAD.name}"
+    return [
+        Signal("model_class:kvscope_requests_running:sum", "Requests running by class", "requests", _sum(Gauge(c.REQUESTS_RUNNING), *MC), MC),
+        Signal("model_class:kvscope_requests_waiting:sum", "Requests waiting by class", "requests", _sum(Gauge(c.REQUESTS_WAITING), *MC), MC),
+        Signal(ttft, f"{TTFT.title} p99 by class", "seconds", _quantile(TTFT.family, 0.99, *MC), MC),
+        Signal("model_class:kvscope_queue_promotions:rate5m", "Overdue requests moved to the front per second", "1/s", _rate(c.QUEUE_PROMOTIONS, *MC), MC),
+        Signal("model_reason:kvscope_preemptions:rate5m", "Preemptions per second by reason", "1/s", _rate(c.PREEMPTIONS, "model", "reason"), ("model", "reason")),
+        Signal("model_reason:kvscope_kv_recomputed_tokens:rate5m", "Tokens computed again per second by reason", "tokens/s", _rate(c.KV_RECOMPUTED_TOKENS, "model", "reason"), ("model", "reason")),
+        Signal("model_kind:kvscope_steps:rate5m", "Model steps per second by what they held", "1/s", _rate(c.STEPS, "model", "kind"), ("model", "kind")),
+        Signal("model_kind:kvscope_step_duration_seconds:p99_5m", "Duration of a model step p99", "seconds", _quantile(c.STEP_DURATION, 0.99, "model", "kind"), ("model", "kind")),
+        Signal(f"{spread}:p50_5m", "Spread of prefill lengths (q75 / q25) in a batch p50", "times", _quantile(c.PREFILL_SPREAD, 0.5, "model"), M),
+        Signal(f"{spread}:p99_5m", "Spread of prefill lengths (q75 / q25) in a batch p99", "times", _quantile(c.PREFILL_SPREAD, 0.99, "model"), M),
+        Signal("model:kvscope_prefill_batch_splits:rate5m", "Steps per second that left long prefills out for their spread", "1/s", _rate(c.BATCH_SPLITS, "model"), M),
+        Signal("model:kvscope_limit_batched_tokens:min", "Most tokens of a step as the controller has it", "tokens", Aggregate("min", Gauge(c.LIMIT_BATCHED_TOKENS), M), M),
+        Signal("model:kvscope_limit_prefills:min", "Most requests in prefill as the controller has it", "requests", Aggregate("min", Gauge(c.LIMIT_PREFILLS), M), M),
+        Signal("model_rule_action:kvscope_controller_changes:rate5m", "Changes of limits by the controller per second", "1/s", _rate(c.CONTROLLER_CHANGES, *MRA), MRA),
+        Signal("model_rule:kvscope_requests_degraded:rate5m", "Requests affected by lowered limits per second", "requests/s", _rate(c.REQUESTS_DEGRADED, "model", "rule"), ("model", "rule")),
+    ]  # fmt: skip
+
+
+def _engine_signals() -> list[Signal]:
+    """Which engines there are, and what foreign ones can tell: a change of the first is a deploy."""
+    engine, told = c.ENGINE.labels, c.SOURCE_FAMILY.labels
+    return [
+        Signal(f"{'_'.join(engine)}:kvscope_engine:sum", "Engines by version and setting", "engines", _sum(Gauge(c.ENGINE), *engine), engine),
+        Signal(f"{'_'.join(told)}:kvscope_source_family:sum", "Engines that tell a family in full, in part or not, and why", "engines", _sum(Gauge(c.SOURCE_FAMILY), *told), told),
     ]  # fmt: skip
 
 
@@ -459,6 +507,9 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_kv_free_tokens:sum", "Tokens for which the KV pool has room", "tokens", _free_tokens, M),
     Signal("model:kvscope_kv_free_requests:mean_length", "Requests of the present mean length for which the KV pool has room", "requests", Ratio(Product(_free_tokens, _sum(Gauge(c.REQUESTS_RUNNING), "model"), M), _sum(Gauge(c.KV_STORED_TOKENS), "model"), M), M),
     Signal("model:kvscope_kv_evicted_blocks:rate5m", "Blocks evicted per second", "blocks/s", _rate(c.KV_EVICTED_BLOCKS, "model"), M),
+    Signal("model_outcome:kvscope_kv_prefetch_blocks:rate5m", "Blocks brought back ahead of their use per second", "blocks/s", _rate(c.KV_PREFETCH_BLOCKS, "model", "outcome"), ("model", "outcome")),
+    Signal("model_reason:kvscope_kv_moved_blocks:rate5m", "Blocks moved or rewritten per second", "blocks/s", _rate(c.KV_MOVED_BLOCKS, "model", "reason"), ("model", "reason")),
+    Signal("model:kvscope_kv_layout_fallbacks:rate5m", "Requests per second that found no adjacent blocks", "requests/s", _rate(c.KV_LAYOUT_FALLBACKS, "model"), M),
     *_residency_signals(),
     Signal(
         "model:kvscope_kv_internal_fragmentation:ratio", "Internal fragmentation: unused slots in active blocks", "ratio",
@@ -480,7 +531,9 @@ SIGNALS: tuple[Signal, ...] = (
     *_quantization_signals(),
     Signal("model_component:kvscope_step_seconds:rate5m", "Share of time by step component", "ratio", _rate(c.STEP_SECONDS, *MP), MP, UNIT),
     Signal("model_phase:kvscope_step_tokens:rate5m", "Tokens run through the model per second", "tokens/s", _rate(c.STEP_TOKENS, "model", "phase"), ("model", "phase")),
+    *_batching_signals(),
     *_gpu_signals(),
+    *_engine_signals(),
     Signal("model:kvscope_telemetry_anomalies:rate5m", "Refused or corrected measurements per second", "1/s", _rate(c.ANOMALIES_TOTAL, "model"), M),
     Signal("model:kvscope_last_update_age:seconds", "Age of the newest values", "seconds", Age(Aggregate("max", Gauge(c.LAST_UPDATE), M)), M),
 )  # fmt: skip

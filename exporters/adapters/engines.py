@@ -24,6 +24,7 @@ TITLES: Mapping[str, str] = {
     **{engine: adapter.title for engine, adapter in ADAPTERS.items()},
 }
 
+_OWN = "a mechanism of kvscope's own engine"
 _RESIDENCY = "how long blocks live is not exported"
 #: Reasons that hold for every engine without kvscope's telemetry, by a part of the signal's name.
 _NOWHERE = (
@@ -41,16 +42,29 @@ _NOWHERE = (
     ("kvscope_kv_copy_overlap", "copies beside steps are measured by kvscope's engine alone"),
     (":kvscope_request_phase_seconds:", "no split of a request's time is exported"),
     (":kvscope_request_length_phase_", "no split of a request's time is exported"),
+    ("kvscope_kv_prefetch", _OWN),
+    ("kvscope_kv_moved", _OWN),
+    ("kvscope_kv_layout", _OWN),
+    ("kvscope_prefill_batch_", _OWN),
+    ("kvscope_queue_promotions", _OWN),
+    ("kvscope_limit_", _OWN),
+    ("kvscope_controller_", _OWN),
+    ("kvscope_requests_degraded", _OWN),
+    ("model_class:", "classes of requests are a matter of kvscope's engine and of the plug-in for vLLM"),
+    ("model_reason:kvscope_preemptions", "preemptions are not told apart by reason"),
+    ("kvscope_kv_recomputed", "tokens computed again after a preemption are not counted"),
+    ("kvscope_step_seconds", "the engine's time by step component is not exported"),
+    ("kvscope_step", "steps of the engine are not measured"),
+    (":kvscope_engine:", "what kvscope's exporters tell about themselves"),
+    (":kvscope_source_family:", "what kvscope's exporters tell about themselves"),
     ("kvscope_kv_hit", "no counters of hits and lookups are exported"),
     ("kvscope_kv_region", "where blocks lie in memory is not exported"),
     ("kvscope_kv_free_runs", "where blocks lie in memory is not exported"),
     ("kvscope_kv_external_fragmentation", "where blocks lie in memory is not exported"),
-    ("kvscope_kv_layout_blocks", "layouts of blocks are a matter of kvscope's engine"),
     ("kvscope_kv_internal_fragmentation", "no count of the tokens in blocks in use is exported"),
     ("kvscope_kv_quantization", "no error of stored KV is measured"),
     ("kvscope_telemetry_anomalies", "refused measurements are counted by kvscope's telemetry alone"),
     ("kvscope_last_update_age", "no time of the last update is exported: a frozen gauge looks like a steady one"),
-    ("kvscope_step_seconds", "the engine's time by step component is not exported"),
 )
 
 

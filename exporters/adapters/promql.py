@@ -92,6 +92,7 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
         inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({lowest}{{{engine}}} / {q:g}, 1)"
         yield f"model:{name}:p{q * 100:g}_5m", _scaled(inside, source.of.scale, compound=True)
     events, good = threshold_rates(adapter, objective, source, WINDOW)
+    yield f"model:{name}:rate{WINDOW}", events
     yield f"model:{name}:error_ratio_rate{WINDOW}", f"1 - {good} / {events}"
     yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - max by (model) ({finite}) / {total}"
 
@@ -119,7 +120,7 @@ def _scaled(text: str, scale: float, *, compound: bool = False) -> str:
 def objective_of(signal: Signal) -> LatencyObjective | None:
     """The latency objective that `signal` is worked out for."""
     for objective in LATENCY_OBJECTIVES:
-        if f":{objective.family.name}:" in signal.name:
+        if signal.name.startswith(f"model:{objective.family.name}:"):
             return objective
     return None
 

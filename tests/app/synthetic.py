@@ -36,10 +36,28 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
     """Values of one series of `signal` at `times` (Unix seconds), within its bounds."""
     x = load(times)
     name = signal.name
+    if "kvscope_engine:" in name:  # a new version took over an hour ago
+        new = times > times[-1] - 3600
+        return np.where(new if labels["version"] == "1.1" else ~new, 1.0, np.nan)
+    if "source_family" in name:
+        return np.full_like(x, np.nan)  # the engine is kvscope's own
+    if "model_kind:kvscope_steps" in name:
+        return {"prefill": 1.0, "decode": 20.0, "mixed": 9.0}[labels["kind"]] * (1.3 - 0.5 * x)
+    if "step_duration" in name:
+        return {"prefill": 0.05, "decode": 0.02, "mixed": 0.07}[labels["kind"]] * (0.7 + x)
+    if "batch_spread" in name:
+        return (2.2 if "p50" in name else 7.0) * (0.8 + 0.4 * x)
+    if "kvscope_limit_batched" in name:
+        return np.where(x > 0.8, 512.0, 1024.0)
+    if "kvscope_limit_prefills" in name:
+        return np.where(x > 0.9, 1.0, 4.0)
     if "length_phase" in name:
         k = catalog.LENGTH_BUCKETS.index(labels["length_bucket"])
         share = (0.5, 0.25, 0.15, 0.1, 0.0, 0.0)[k] * np.ones_like(x)
-        return share if "requests" in name else (0.4 + 6 * x**3) * (0.6 + 0.5 * k)
+        if "requests" in name:
+            return share
+        total = next(v for q, v in (("p99", 1.0), ("p90", 0.6), ("p50", 0.3)) if f":{q}_" in name)
+        return total * (0.4 + 6 * x**3) * (0.25, 0.25, 0.3, 0.2, 0.0, 0.0)[k]
     if "tail_mean" in name:
         q = next(q for q in ("p99", "p90", "p50") if f":{q}_" in name)
         total = {"p99": 1.0, "p90": 0.6, "p50": 0.3}[q] * (0.4 + 6 * x**3)
@@ -98,8 +116,15 @@ def values(signal: Signal, times: np.ndarray, labels: dict[str, str]) -> np.ndar
 
 
 QUANTIZATION = {"sqnr": 44.0, "maximum": 0.06, "divergence": 0.0004, "agreed": 0.9, "over_budget": 0.002}
+#: Labels whose values depend on the signal: (label, part of its name).
+OF_SIGNAL = {
+    ("state", "kv_blocks"): catalog.BLOCK_STATES, ("kind", "kvscope_step"): ("prefill", "decode", "mixed"),
+    ("outcome", "prefetch"): ("issued", "useful", "late", "wasted"), ("reason", "moved"): ("compaction", "offload", "load"),
+    ("reason", "preemptions"): ("kv_exhausted",), ("reason", "recomputed"): ("kv_exhausted",), ("version", "engine"): ("1.0", "1.1"),
+}  # fmt: skip
 LABELS = {
-    "outcome": ("stop", "length", "abort"), "length_bucket": catalog.LENGTH_BUCKETS[:5], "state": catalog.STATES,
+    "outcome": ("stop", "length", "abort"), "class": catalog.CLASSES, "rule": catalog.CONTROLLER_RULES, "action": catalog.CONTROLLER_ACTIONS,
+    "executor": ("torch",), "clock": ("real",), "device": ("cuda",), "kv_dtype": ("int8",), "length_bucket": catalog.LENGTH_BUCKETS[:5], "state": catalog.STATES,
     "component": catalog.COMPONENTS, "layout": catalog.LAYOUTS, "region": catalog.REGION_LABELS, "phase": ("prefill", "decode"),
     "le": (*(f"{b:.1f}" for b in catalog.FREE_RUN_BOUNDS), "+Inf"), "tensor": catalog.TENSORS,
     "layer_group": ("00-09", "10-19", "20-29"), "scheme": ("int8",), "model": (MODEL,),
@@ -156,14 +181,18 @@ def series(signal: Signal, times: np.ndarray) -> pd.DataFrame:
     if signal.by[0] in ("gpu", "target"):
         return gpu_series(signal, times)
     choices = [
-        catalog.BLOCK_STATES if label == "state" and "kv_blocks" in signal.name else LABELS.get(label, ("a",))
+        next(
+            (v for (key, part), v in OF_SIGNAL.items() if key == label and part in signal.name),
+            LABELS.get(label, ("a",)),
+        )
         for label in signal.by
     ]
     stamps = pd.to_datetime(times, unit="s", utc=True)
     parts = []
     for combination in itertools.product(*choices):
         labels = dict(zip(signal.by, combination, strict=True))
-        parts.append(pd.DataFrame({"time": stamps, **labels, "value": values(signal, times, labels)}))
+        made = pd.DataFrame({"time": stamps, **labels, "value": values(signal, times, labels)})
+        parts.append(made.dropna(subset="value"))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -86,6 +86,23 @@ class FakeEngine:
             self.add(c.STALL_SECONDS, duration / 5 if duration > 5 else 0)
             self.add(c.PREEMPTIONS, rng.random() < 0.1, "kv_exhausted")
             self.add(c.KV_EVICTED_BLOCKS, rng.randrange(5))
+            self.add(c.KV_PREFETCH_BLOCKS, rng.randrange(5), rng.choice(("issued", "useful", "late", "wasted")))
+            self.add(c.KV_MOVED_BLOCKS, rng.randrange(9), rng.choice(("compaction", "offload", "load")))
+            self.add(c.KV_LAYOUT_FALLBACKS, rng.random() < 0.2)
+            self.add(c.KV_RECOMPUTED_TOKENS, rng.randrange(200), "kv_exhausted")
+            kind = rng.choice(("prefill", "decode", "mixed"))
+            self.add(c.STEPS, 1, kind)
+            self.observe(c.STEP_DURATION, rng.lognormvariate(-4, 1), kind)
+            self.observe(c.PREFILL_SPREAD, 1 + rng.lognormvariate(0, 1))
+            self.add(c.BATCH_SPLITS, rng.random() < 0.2)
+            self.add(c.QUEUE_PROMOTIONS, rng.random() < 0.1, request_class)
+            self.add(
+                c.CONTROLLER_CHANGES,
+                rng.random() < 0.1,
+                rng.choice(c.CONTROLLER_RULES),
+                rng.choice(c.CONTROLLER_ACTIONS),
+            )
+            self.add(c.REQUESTS_DEGRADED, rng.random() < 0.1, rng.choice(c.CONTROLLER_RULES))
             self.add(c.STEP_TOKENS, prompt, "prefill")
             self.add(c.STEP_TOKENS, 9, "decode")
             if quantized:
@@ -169,6 +186,9 @@ class FakeEngine:
         for request_class in self.classes:
             put(c.REQUESTS_RUNNING, rng.randrange(30), request_class)
             put(c.REQUESTS_WAITING, rng.randrange(4), request_class)
+        put(c.LIMIT_BATCHED_TOKENS, rng.choice((512, 1024)))
+        put(c.LIMIT_PREFILLS, rng.choice((1, 4)))
+        put(c.SOURCE_FAMILY, 1, "vllm", c.KV_BLOCKS.name, "partial", "free and evictable together, as allocatable")
         put(c.LAST_UPDATE, now - rng.random(), "engine")
         put(c.ENGINE, 1, "roofline", "virtual" if model == "large" else "real", "cpu", "auto", "1")
 

@@ -24,8 +24,12 @@ from tests.conftest import wait_for
 
 END = 1_790_000_000.0
 HOUR = 3600.0
-#: What virtual time cannot know, an unquantized engine does not have, or a load without tenants or GPUs does not show.
-_UNKNOWN_PARTS = ("quantization", "kvscope_gpu_", "kv_copy_overlap")
+#: What virtual time cannot know, an unquantized engine without host tier and controller does not have, or a load without tenants or GPUs
+#: does not show.
+_UNKNOWN_PARTS = (
+    "quantization", "kvscope_gpu_", "kv_copy_overlap", "kv_prefetch", "kv_moved", "kvscope_limit_", "kvscope_controller_", "kvscope_requests_degraded",
+    "kvscope_source_family",
+)  # fmt: skip
 UNKNOWN = {s.name for s in SIGNALS if "tenant" in s.by or any(part in s.name for part in _UNKNOWN_PARTS)}
 
 
