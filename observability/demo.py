@@ -87,7 +87,16 @@ def _services(settings: DemoSettings, store: Path, engine_url: str, app_url: str
         Service("forecasts", (*kvscope, "forecast", "--store", str(store), "--every", "10m")),
         Service(
             "app",
-            (*kvscope, "app", "--source", str(store), "--port", str(settings.app_port)),
+            (
+                *kvscope,
+                "app",
+                "--source",
+                str(store),
+                "--port",
+                str(settings.app_port),
+                "--endpoint",
+                f"{engine_url}/metrics",
+            ),
             ready_url=f"{app_url}/_stcore/health",
         ),
     ]

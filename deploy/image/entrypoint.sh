@@ -1,7 +1,7 @@
 #!/bin/sh
-# Becomes kvscope, after putting secrets from files (KVSCOPE_TOKEN_FILE, KVSCOPE_API_KEY_FILE) into the variables it reads.
+# Becomes kvscope, after putting secrets from files (KVSCOPE_TOKEN_FILE and so on) into the variables it reads.
 set -eu
-for name in KVSCOPE_TOKEN KVSCOPE_API_KEY; do
+for name in KVSCOPE_TOKEN KVSCOPE_API_KEY KVSCOPE_ENDPOINT_TOKEN; do
   eval "file=\${${name}_FILE:-}"
   [ -n "$file" ] || continue
   if ! [ -s "$file" ]; then

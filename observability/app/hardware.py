@@ -76,6 +76,23 @@ def gpus_over_time(source: SeriesSource, view: View, signal: Signal, by: str = "
     return frame.assign(series=pd.Series(series, index=frame.index, dtype="str"))[["time", "series", "value"]]
 
 
+def memory_used(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Columns time, series (a GPU), value: share of its memory that is used or reserved. Without the total there is no row."""
+    frame = source.range(MEMORY.name, view.start, view.end, view.step, ANY)
+    names = gpu_names(frame)
+    wide = frame.pivot_table(
+        index=["time", "gpu", "uuid", "mig"], columns="kind", values="value", aggfunc="last", observed=True
+    )
+    wide = wide.reindex(columns=["total", "used", "reserved"])
+    shares = (
+        ((wide["used"] + wide["reserved"].fillna(0.0)) / wide["total"].where(wide["total"] > 0))
+        .dropna()
+        .reset_index(name="value")
+    )
+    series = [names[key] for key in zip(shares["gpu"], shares["uuid"], shares["mig"], strict=True)]
+    return shares.assign(series=pd.Series(series, index=shares.index, dtype="str"))[["time", "series", "value"]]
+
+
 def gpu_names(frame: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """(gpu, uuid, mig) -> a name for people: GPU 0, with the end of its UUID where hosts have GPUs of one number."""
     keys = sorted({tuple(map(str, key)) for key in zip(frame["gpu"], frame["uuid"], frame["mig"], strict=True)})

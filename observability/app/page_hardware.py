@@ -42,14 +42,18 @@ PANELS = (
         "gpu-utilization", "How busy is each GPU?", "% of time", hardware.UTILIZATION,
         "sm: a kernel was running; memory: device memory was being read or written. 100 % sm says only that some kernel ran.", by="unit",
     ),
-    _gpu_panel("gpu-memory", "How full is device memory?", "", hardware.MEMORY, "total, used, free, reserved by driver and firmware.", by="kind"),
+    Panel(
+        "gpu-memory", "How full is device memory?", "% used", (hardware.MEMORY,), hardware.memory_used,
+        lambda data, frame: charts.lines(data, "ratio", frame, bounded=True), compared=True,
+        note="Used, with what driver and firmware reserve, of all memory of the GPU.",
+    ),
     _gpu_panel(
         "gpu-throttled", "What holds clocks down?", "% of time", hardware.THROTTLED,
         "Share of time that clocks were held down. power: at its limit. thermal: cooling. sync_boost, board_limit: other GPUs or the board decide.",
         by="reason",
     ),
     _gpu_panel(
-        "gpu-dram", "Is memory traffic as high as decode should make it?", "% of time", hardware.DRAM_ACTIVE,
+        "gpu-dram", "Is decode bound by memory?", "memory active, % of time", hardware.DRAM_ACTIVE,
         "Share of time with the memory interface active, from hardware counters. Decode should be bound by memory: above the dashed line.",
         target=TARGETS["dram_active"],
     ),

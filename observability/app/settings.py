@@ -6,6 +6,8 @@ from typing import Any
 
 #: Environment variable that names the source for the app's process; `kvscope app --source` sets it.
 SOURCE_VARIABLE = "KVSCOPE_SOURCE"
+#: ... the addresses, with spaces between, that the page Engines looks at, and the bearer token for them.
+ENDPOINTS_VARIABLE, ENDPOINT_TOKEN_VARIABLE = "KVSCOPE_ENDPOINTS", "KVSCOPE_ENDPOINT_TOKEN"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 _MONO = "ui-monospace, 'SF Mono', 'Cascadia Code', 'Noto Sans Mono', 'Liberation Mono', monospace"
 LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#12161c"

@@ -21,16 +21,26 @@ def serve_app(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the app.")] = 8501,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="KVSCOPE_ENDPOINTS",
+            metavar="URL",
+            help="An engine's metrics, for the page Engines to look at as `kvscope doctor` does; may be given more than once. "
+            "A bearer token for them is read from KVSCOPE_ENDPOINT_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Show the pages Now, KV cache, P99 and Forecast in a browser, until Ctrl-C.
+    """Show the pages in a browser, until Ctrl-C: is the service well, why is the P99 bad, what comes, what would change it.
 
     \b
     kvscope app                                  # the recorded history
     kvscope app --source ./kvscope.sqlite --port 8600
-    kvscope app --source prometheus:http://127.0.0.1:9090
+    kvscope app --source prometheus:http://127.0.0.1:9090 --endpoint http://127.0.0.1:8000/metrics
     """
     from platformdirs import user_data_path
 
     from observability.app.serve import serve
 
-    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port)
+    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port, endpoints=endpoint or ())

@@ -313,7 +313,9 @@ class _Compiler:
         place = {age: i for i, age in enumerate(catalog.AGE_LABELS)}
         groups, member = _groups(ratio.labels, ("model", "pool"))
         bounds = len(catalog.AGE_BOUNDS)
-        pairs = [(i, n) for i, labels in enumerate(ratio.labels) for n in range(place.get(labels["age"], bounds), bounds)]
+        pairs = [
+            (i, n) for i, labels in enumerate(ratio.labels) for n in range(place.get(labels["age"], bounds), bounds)
+        ]
         source = np.array([i for i, _ in pairs], dtype=np.int64)
         target = np.array([member[i] * bounds + n for i, n in pairs], dtype=np.int64)
         size = len(groups) * bounds
@@ -425,7 +427,9 @@ def _matched(
 def _quantile(q: float, of: _Compiled) -> _Compiled:
     """histogram_quantile over bucket rates: linear inside a bucket, the highest finite bound when it falls in +Inf."""
     bound_of = [_bound(labels.get("le", "")) for labels in of.labels]
-    kept = np.array([i for i, bound in enumerate(bound_of) if not np.isnan(bound)], dtype=np.int64)  # others are no buckets
+    kept = np.array(
+        [i for i, bound in enumerate(bound_of) if not np.isnan(bound)], dtype=np.int64
+    )  # others are no buckets
     names = [tuple(sorted((k, v) for k, v in of.labels[i].items() if k != "le")) for i in kept]
     found: dict[tuple[tuple[str, str], ...], int] = {}
     group = np.array([found.setdefault(name, len(found)) for name in names], dtype=np.int64)

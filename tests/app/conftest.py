@@ -49,19 +49,29 @@ def source(store_path: Path) -> EmbeddedStore:
     return EmbeddedStore(store_path)
 
 
-Start = Callable[[Path | str], str]
+Start = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def start_app() -> Iterator[Start]:
-    """Runs `kvscope app` on a source; returns its address. Ends every app after the tests."""
+    """Runs `kvscope app` on a source, with further options; returns its address. Ends every app after the tests."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(source: Path | str) -> str:
+    def start(source: Path | str, *options: str) -> str:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        argv = (sys.executable, "-m", "observability.cli", "app", "--source", str(source), "--port", str(port))
+        argv = (
+            sys.executable,
+            "-m",
+            "observability.cli",
+            "app",
+            "--source",
+            str(source),
+            "--port",
+            str(port),
+            *options,
+        )
         started.append(subprocess.Popen(argv, start_new_session=True))
         url = f"http://127.0.0.1:{port}"
         wait_for(lambda: httpx.get(f"{url}/_stcore/health").status_code == 200, 60, "the app answers")

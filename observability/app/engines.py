@@ -1,0 +1,51 @@
+"""What the page Engines reads: which models have values, how old they are, and which signals each of them feeds now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from exporters.adapters.engines import TITLES, capability
+from observability.signals import BY_NAME, SIGNALS
+from observability.store.source import SeriesSource
+
+UPDATE_AGE = BY_NAME["model:kvscope_last_update_age:seconds"]
+#: Signals of hosts and not of a model.
+HOST_SIGNALS = frozenset(signal.name for signal in SIGNALS if "model" not in signal.by)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFeed:
+    """One model: seconds since its engine last wrote, None where it has not within five minutes, and the signals with a value now."""
+
+    model: str
+    age: float | None
+    fed: frozenset[str]
+
+
+def feeds(source: SeriesSource) -> list[ModelFeed]:
+    """Every model of the source and what it feeds now."""
+    models = source.models()
+    fed: dict[str, set[str]] = {model: set() for model in models}
+    ages: dict[str, float] = {}
+    for signal in SIGNALS:
+        if signal.name in HOST_SIGNALS:
+            continue
+        newest = source.latest(signal.name)
+        for model in newest["model"].unique():
+            fed.setdefault(str(model), set()).add(signal.name)
+        if signal is UPDATE_AGE:
+            ages = dict(zip(newest["model"], newest["value"], strict=True))
+    return [ModelFeed(model, ages.get(model), frozenset(fed[model])) for model in fed]
+
+
+def matrix() -> pd.DataFrame:
+    """One row a signal and engine: signal, title, engine (its title), status (yes, partial, no), reason."""
+    rows = [
+        (signal.name, signal.title, title, found.status, found.reason)
+        for signal in SIGNALS
+        for engine, title in TITLES.items()
+        for found in (capability(engine, signal.name),)
+    ]
+    return pd.DataFrame(rows, columns=["signal", "title", "engine", "status", "reason"])
