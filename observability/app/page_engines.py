@@ -156,10 +156,10 @@ def _reasons(title: str) -> Content:
     for status, reason, signal in zip(mine["status"], mine["reason"], mine["title"], strict=True):
         shared.setdefault((status, reason), []).append(signal)
     rows = "".join(
-        f"<tr><td>{ui.with_code(reason)}</td><td>{WORDS[status]}</td><td>{'; '.join(map(escape, titles))}</td></tr>"
+        f"<tr><td>{ui.with_code(reason)}</td><td>{WORDS[status]}</td><td>{'; '.join(map(ui.with_code, titles))}</td></tr>"
         for (status, reason), titles in sorted(shared.items(), key=lambda row: row[0][0] != "partial")
     )
     return Content(
-        f'<table class="plain words"><tr><th>why</th><th>fed</th><th>signals</th></tr>{rows}</table>',
+        f'<table class="plain words reasons"><tr><th>why</th><th>fed</th><th>signals</th></tr>{rows}</table>',
         data=mine,
     )  # fmt: skip
