@@ -356,12 +356,12 @@ def _makeup_signals() -> list[Signal]:
         Signal(
             f"model_length_bucket:kvscope_request_length_phase_{kind}:{_percent(q)}_tail_mean5m",
             f"{what} of the slowest {(1 - q) * 100:g} % of requests by prompt length",
-            unit, TailMean(q, ML, family), ML, bounds,
+            "seconds" if kind == "seconds" else "ratio", TailMean(q, ML, family), ML, bounds,
         )
         for q in QUANTILES
-        for kind, what, unit, family, bounds in (
-            ("seconds", "Mean latency", "seconds", c.PHASE_LENGTH_SECONDS, (0.0, None)),
-            ("requests", "Share", "ratio", c.PHASE_LENGTH_REQUESTS, UNIT),
+        for kind, what, family, bounds in (
+            ("seconds", "Mean latency", c.PHASE_LENGTH_SECONDS, (0.0, None)),
+            ("requests", "Share", c.PHASE_LENGTH_REQUESTS, UNIT),
         )
     ]  # fmt: skip
 
