@@ -1,7 +1,8 @@
 """Service objectives as data: what is promised, and the bucket bound that measures it. Imports the catalogue and the errors.
 
 Rules, boards and the app take their thresholds from here, so that a line on a chart and an alert never disagree.
-`KVSCOPE_OBJECTIVES` names a TOML file with objectives of your own (docs/objectives.md); all parts read the same one.
+`KVSCOPE_OBJECTIVES` names a TOML file with objectives of your own (docs/objectives.md), else those of the configuration file hold; all parts
+read the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from observability import catalog
+from observability import catalog, config
 from observability.catalog import Family
 from observability.errors import ConfigError
 
@@ -107,11 +108,15 @@ def parse(text: str, source: str) -> tuple[Objective, ...]:
     ConfigError if the text, a key or a value makes no sense; it names `source`.
     """
     try:
-        tables = tomllib.loads(text).get("objective")
+        tables = tomllib.loads(text).get(config.OBJECTIVE)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{source} is not TOML: {error}.", next_step="See docs/objectives.md for an example."
         ) from error
+    return _of_tables(tables, source)
+
+
+def _of_tables(tables: Any, source: str) -> tuple[Objective, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{source} has no [[objective]] table.", next_step="See docs/objectives.md for an example.")
     out = {_key(objective): objective for objective in _DEFAULTS}
@@ -157,7 +162,9 @@ def _of_table(table: Mapping[str, Any], source: str) -> Objective:
 def _read() -> tuple[Objective, ...]:
     path = os.environ.get(ENVIRONMENT)
     if not path:
-        return _DEFAULTS
+        whole = config.read()
+        own = whole.tables.get(config.OBJECTIVE)
+        return _DEFAULTS if own is None else _of_tables(own, str(whole.path))
     try:
         with open(path, encoding="utf-8") as file:
             return parse(file.read(), path)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
+#: No configuration file of whoever runs the tests; processes that tests start inherit it.
+os.environ["KVSCOPE_CONFIG"] = os.devnull
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
 

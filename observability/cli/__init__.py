@@ -1,43 +1,108 @@
-"""The `kvscope` command. Each module of this folder adds its commands by `register(app)` and imports heavy parts late."""
+"""The `kvscope` command. The module `scrape_config` of this folder adds the command `scrape-config` by `register(app)`, and so on; a module is
+imported when its command is asked for, and imports heavy parts later still."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import os
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from observability.errors import KvscopeError
+from observability import config as configuration
+from observability.cli._commands import PREFIX, CommandGroup, Tables, drop_service_links
+from observability.errors import ConfigError, KvscopeError
+from observability.extras import extra_for
 
-app = typer.Typer(
+root = typer.Typer(
     name="kvscope",
+    cls=CommandGroup,
     help="Says why the P99 of an LLM inference service is bad, with numbers that are right.",
+    epilog="Every option can be set in the environment or in one file, too: `kvscope config`.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": PREFIX},
 )
 
-root = app  # importing cli/app.py below binds the name `app` to that module
-#: What is wrong with the environment, found while loading the commands; told by `main` as any other error.
-_broken: KvscopeError | None = None
-try:
-    for _module in pkgutil.iter_modules(__path__):
-        if not _module.name.startswith("_"):  # __main__ runs the command, it adds none
-            importlib.import_module(f"{__name__}.{_module.name}").register(root)
-except KvscopeError as error:
-    _broken = error
+
+def _read_config(context: typer.Context, file: Path | None) -> Path | None:
+    if context.resilient_parsing:  # completion of a command line that is not finished
+        return file
+    drop_service_links()
+    if file is not None:
+        os.environ[configuration.ENVIRONMENT] = str(file)  # processes started from here read the same one
+    found = configuration.read()
+    context.default_map = Tables(context.command, found)
+    return file
+
+
+def _told(variable: str) -> object:
+    """A callback that hands an option on to every part and process that reads `variable`."""
+
+    def tell(context: typer.Context, value: Path | None) -> Path | None:
+        if value is not None and not context.resilient_parsing:
+            os.environ[variable] = str(value)
+        return value
+
+    return tell
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"kvscope {version('kvscope')}")
+        raise typer.Exit
+
+
+@root.callback()
+def _options(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", envvar=configuration.ENVIRONMENT, is_eager=True, callback=_read_config, show_default=False,
+            help="Configuration file. Default: kvscope.toml in the user's configuration folder, if there is one.",
+        ),
+    ] = None,
+    objectives: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", envvar="KVSCOPE_OBJECTIVES", callback=_told("KVSCOPE_OBJECTIVES"), show_default=False,
+            help="File of objectives of your own, in place of the configuration file's.",
+        ),
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY", envvar="KVSCOPE_MODELS", callback=_told("KVSCOPE_MODELS"), show_default=False,
+            help="Folder of fetched models. Default: models in the user's cache folder.",
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Says why the P99 of an LLM inference service is bad, with numbers that are right."""
 
 
 def main() -> None:
     """Runs the command line; a KvscopeError becomes its message on standard error and its exit code."""
     try:
-        if _broken is not None:
-            raise _broken
-        root()
+        try:
+            root(prog_name="kvscope")  # also for `python -m observability.cli`
+        except ModuleNotFoundError as error:
+            extra = extra_for(error.name or "")
+            if extra is None:
+                raise
+            raise ConfigError(
+                f"This needs the package {error.name}, which is not installed here.",
+                next_step=f'Install it: pip install "kvscope[{extra}]".',
+            ) from error
     except KvscopeError as error:
+        from rich.console import Console
+
         console = Console(stderr=True, highlight=False)
         console.print("error:", style="bold red", end=" ")
         console.print(error.reason, markup=False)

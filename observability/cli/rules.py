@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -296,11 +295,15 @@ def reload_rules(
     url: Annotated[str, typer.Option(help="Address of the Prometheus.")],
     engine: Engines = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which rules it has loaded.")] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="KVSCOPE_PROMETHEUS_TOKEN", help="Bearer token for a proxy before it.", show_default=False),
+    ] = None,
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Have a Prometheus read its rule files again, then say which rule groups it has: loaded, missing, differs, or a rule's error.
-    Prometheus must run with --web.enable-lifecycle. A token for a proxy before it goes into KVSCOPE_PROMETHEUS_TOKEN.
+    Prometheus must run with --web.enable-lifecycle.
 
     Exit code: 0 every group is loaded, 1 not.
 
@@ -313,7 +316,6 @@ def reload_rules(
     from observability.cli._http import Api, base_url
     from observability.cli.boards import show
 
-    token = os.environ.get("KVSCOPE_PROMETHEUS_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     groups = groups_of(chosen(engine))
     with Api("a Prometheus", base_url(url), headers=headers, seconds=timeout, hints=_PROMETHEUS_HINTS) as api:
@@ -341,13 +343,17 @@ def upload_rules(
     user: Annotated[
         str | None, typer.Option(help="User of basic authentication, with the token as password.", show_default=False)
     ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="KVSCOPE_RULER_TOKEN", help="Token. Better in the environment.", show_default=False),
+    ] = None,
     grafana_url: GrafanaUrl = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be done.")] = False,
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """Upload the rules to the ruler of a Mimir or Cortex, group by group; groups named kvscope-* that are not made any more are removed
-    from the namespace. The token is read from KVSCOPE_RULER_TOKEN.
+    from the namespace.
 
     Examples:
 
@@ -362,7 +368,6 @@ def upload_rules(
     from observability.cli._http import Api, base_url
     from observability.cli.boards import show
 
-    token = os.environ.get("KVSCOPE_RULER_TOKEN")
     if user and not token:
         raise ConfigError("--user needs a token.", next_step=_RULER_HINTS[401])
     headers = {"X-Scope-OrgID": tenant} if tenant else {}

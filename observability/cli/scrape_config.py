@@ -124,7 +124,7 @@ def register(app: typer.Typer) -> None:
         rules: Annotated[Path, typer.Option(help="Folder that `kvscope rules write` wrote to.")] = Path("/etc/kvscope"),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
-        """Print a Prometheus configuration: the scrape jobs and rule files for the engines named. Needs the extra `boards`."""
+        """Print a Prometheus configuration: the scrape jobs and rule files for the engines named."""
         import yaml
 
         engines = list(dict.fromkeys(engine))
