@@ -2,15 +2,17 @@
 
     python benchmarks/telemetry.py
     python benchmarks/telemetry.py --json telemetry.json
-    python benchmarks/telemetry.py --rounds 40 --seconds 60        steadier ratios, on a quiet machine
+    python benchmarks/telemetry.py --fours 1500 --seconds 60        steadier figures, on a quiet machine
 
 Costs are CPU time of the thread that pays, so that other work on the machine hardly shows; medians over many repetitions. What telemetry
-takes from the engine is a ratio of steps, from two equal engines that take turns. What a scrape takes from a step is told by the steps during
-scrapes of their own process against those during equal scrapes of another one; a quiet machine is needed: the load is printed, too.
+takes from the engine is told by steps of one engine with it on and off in turns. What a scrape takes from a step is told by the steps during
+scrapes of their own engine against those during equal scrapes of another one, with the endpoint in a process of its own and in a thread of
+the engine's; a quiet machine is needed: the load is printed, too.
 """
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import multiprocessing
@@ -19,14 +21,17 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from exporters.prometheus import start_exporter
+from exporters.process import ExporterProcess, start_exporter_process
+from exporters.prometheus import Exporter, start_exporter
 from exporters.text import Exposition, render
 from figures import Parser, Row, keep
 from observability import catalog as c
@@ -182,29 +187,32 @@ def scrape_costs() -> dict[str, float]:
     out: dict[str, float] = {"scrape_series": grow(t, SERIES)}
     traces = subject.decoding(32)
     step = subject.step(traces)
-    out["scrape_values_us"] = median_us(t.values, 300)
-    for name, openmetrics in (("text", False), ("openmetrics", True)):
-        exposition = Exposition(t, openmetrics=openmetrics)
-        exposition.render()
-        works, longest, walls = [], [], []
+
+    def in_parts(call: Callable[[], object]) -> tuple[float, float]:
+        """Medians of the work in microseconds, and of the longest part between two pauses."""
+        works, longest = [], []
         for _ in range(60):
             for _ in range(5):
                 subject.life()
             step()
             marks = [time.thread_time_ns()]
-            began = time.perf_counter_ns()
-            sleep, time.sleep = time.sleep, lambda seconds, marks=marks: marks.append(time.thread_time_ns())  # type: ignore[assignment, misc]
+            sleep, time.sleep = time.sleep, lambda _, marks=marks: marks.append(time.thread_time_ns())  # type: ignore[assignment, misc]
             try:
-                exposition.render()
+                call()
             finally:
                 time.sleep = sleep
             marks.append(time.thread_time_ns())
             works.append(marks[-1] - marks[0])
             longest.append(max(np.diff(marks)))
-            walls.append(time.perf_counter_ns() - began)
+        return statistics.median(works) / 1e3, float(statistics.median(longest)) / 1e3
+
+    out["scrape_read_us"], out["scrape_read_longest_hold_us"] = in_parts(lambda: t.columns(0.001))
+    for name, openmetrics in (("text", False), ("openmetrics", True)):
+        exposition = Exposition(t, openmetrics=openmetrics)
+        exposition.render()
+        work, longest = in_parts(lambda exposition=exposition: exposition.render(pause_seconds=0.001))  # type: ignore[misc]
+        out[f"scrape_{name}_us"], out[f"scrape_{name}_longest_hold_us"] = work, longest
         body = render(t.snapshot(), openmetrics=openmetrics)
-        out[f"scrape_{name}_us"] = statistics.median(works) / 1e3
-        out[f"scrape_{name}_longest_hold_us"] = float(statistics.median(longest)) / 1e3
         out[f"scrape_{name}_from_nothing_us"] = median_us(
             lambda om=openmetrics: render(t.snapshot(), openmetrics=om), 30
         )  # type: ignore[misc]
@@ -217,28 +225,43 @@ def scrape_costs() -> dict[str, float]:
 # -- the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def silence(engine: Engine) -> None:
-    """The engine goes on without telemetry: nothing is recorded, measured or published; it still reads the clock once a lap."""
-    t: Any = engine.telemetry
+class Switch:
+    """Telemetry of one engine, on or off. Off, nothing is recorded, measured or published; the clock is still read once a lap.
 
-    def nothing(*_: object, **__: object) -> None: ...
+    To be switched while requests decode: what begins while it is off is never ended in the books.
+    """
 
-    def lap(_: int) -> float:
-        t.last = now = t._clock()
-        return now
+    def __init__(self, engine: Engine) -> None:
+        t: Any = engine.telemetry
+        timer: Any = engine.executor._timer  # type: ignore[attr-defined]
 
-    for name in dir(Telemetry):
-        if hasattr(getattr(Telemetry, name), "__wrapped__"):
-            setattr(t, name, nothing)
-    t.lap, t.lap_to, t.begin_step = lap, nothing, nothing
-    t.due = lambda: False
-    for name in dir(t.mechanisms):
-        if not name.startswith("_") and callable(getattr(t.mechanisms, name)):
-            setattr(t.mechanisms, name, nothing)
-    engine.kv.evictions = None
-    for held in engine.kv.pools:
-        if held is not None:
-            held.ledger = None
+        def nothing(*_: object, **__: object) -> None: ...
+
+        def lap(_: int) -> float:
+            t.last = now = t._clock()
+            return now
+
+        shares = timer.shares()
+        self._stubs: list[tuple[Any, dict[str, Any]]] = [
+            (t, {name: nothing for name in dir(Telemetry) if hasattr(getattr(Telemetry, name), "__wrapped__")}),
+            (t.mechanisms, {name: nothing for name in dir(t.mechanisms) if not name.startswith("_")}),
+            (timer, {"lap": nothing, "shares": lambda: shares}),
+        ]
+        self._stubs[0][1].update(lap=lap, lap_to=nothing, begin_step=nothing, due=lambda: False)
+        self._kv = engine.kv
+        self._evictions = engine.kv.evictions
+        self._ledgers = [(held, held.ledger) for held in engine.kv.pools if held is not None]
+
+    def turn(self, on: bool) -> None:
+        for target, stubs in self._stubs:
+            for name, stub in stubs.items():
+                if on:
+                    target.__dict__.pop(name, None)
+                else:
+                    target.__dict__[name] = stub
+        self._kv.evictions = self._evictions if on else None
+        for held, ledger in self._ledgers:
+            held.ledger = ledger if on else None
 
 
 def engine_of(model: str, requests: int, tokens: int) -> Engine:
@@ -268,36 +291,102 @@ def refill(engine: Engine, requests: int, tokens: int) -> None:
         engine.step()
 
 
-def engine_ratio(model: str, rounds: int, steps: int) -> dict[str, float]:
-    """Decode steps of 32 requests with telemetry over those without, in turns of `steps`: median of the pairs' ratios."""
-    on, off = (engine_of(model, 32, 2 * (rounds + 2) * steps) for _ in range(2))
-    silence(off)
+def engine_costs(model: str, fours: int) -> dict[str, float]:
+    """Decode steps of 32 requests with telemetry on and off, on one engine: two engines differ by more than telemetry takes, by where
+    their memory lies. Four steps in a row are on, off, off, on or the other way round, which cancels what changes slowly; the
+    difference is the median over `fours` of them. What publishes gauges, a few times a second, is measured for itself and added by its
+    share. The same with both turns on shows what the method makes of no difference at all."""
+    engine = engine_of(model, 32, 400)
+    switch = Switch(engine)
+    published: list[int] = []
+    publish = engine.publish
 
-    def turn(engine: Engine) -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        for _ in range(steps):
-            engine.step()
-        return time.perf_counter() - wall, time.thread_time() - cpu
+    def timed_publish() -> None:
+        began = time.thread_time_ns()
+        publish()
+        published.append(time.thread_time_ns() - began)
 
-    for engine in (on, off):
-        turn(engine)
-    pairs = []
-    for i in range(rounds):
-        if i % 2:
-            second = turn(off)
-            pairs.append((turn(on), second))
-        else:
-            first = turn(on)
-            pairs.append((first, turn(off)))
-    wall = [a[0] / b[0] for a, b in pairs]
-    cpu = [a[1] / b[1] for a, b in pairs]
-    return {
-        "engine_step_ms": statistics.median(a[0] for a, _ in pairs) / steps * 1e3,
-        "engine_on_off_cpu_ratio": statistics.median(cpu),
-        "engine_on_off_cpu_spread_ratio": float(np.subtract(*np.quantile(cpu, (0.75, 0.25)))),
-        "engine_on_off_wall_ratio": statistics.median(wall),
-        "engine_on_off_cpu_us_per_step": statistics.median(a[1] - b[1] for a, b in pairs) / steps * 1e6,
-    }
+    engine.publish = timed_publish  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+
+    def step() -> int:
+        count, began = len(published), time.thread_time_ns()
+        engine.step()
+        return time.thread_time_ns() - began - sum(published[count:])
+
+    def fours_of(off: bool) -> np.ndarray:
+        """CPU microseconds of a step, [fours, 2]: on, and off."""
+        found = []
+        for _ in range(fours):
+            if min(request.limit - request.num_generated for request in engine.scheduler.running()) < 8:
+                switch.turn(True)
+                engine.run_until_idle()
+                refill(engine, 32, 400)
+            order = (0, 1, 1, 0) if rng.random() < 0.5 else (1, 0, 0, 1)
+            spent = [0, 0]
+            for which in order:
+                switch.turn(not (off and which))
+                spent[which] += step()
+            found.append(spent)
+        switch.turn(True)
+        return np.array(found) / 2e3
+
+    out: dict[str, float] = {}
+    for name, off in (("on_off", True), ("on_on", False)):
+        times = fours_of(off)
+        difference, base = times[:, 0] - times[:, 1], float(np.median(times[:, 1]))
+        medians = [np.median(rng.choice(difference, len(difference))) for _ in range(1000)]
+        shared = (
+            statistics.median(published) / 1e3 * base / 1e6 / engine.telemetry.publish_interval_seconds if off else 0.0
+        )
+        low, high = np.quantile(medians, (0.025, 0.975))
+        out |= {
+            f"engine_{name}_cpu_us_per_step": float(np.median(difference)) + shared,
+            f"engine_{name}_cpu_ratio": 1.0 + (float(np.median(difference)) + shared) / base,
+            f"engine_{name}_cpu_ratio_low": 1.0 + (low + shared) / base,
+            f"engine_{name}_cpu_ratio_high": 1.0 + (high + shared) / base,
+        }
+        if off:
+            out = {"engine_step_cpu_us": base, "engine_publish_us": statistics.median(published) / 1e3} | out
+    return out | records_in_place(engine)
+
+
+def records_in_place(engine: Engine) -> dict[str, float]:
+    """Time inside record calls of steps as they come, with whatever the forward pass left in the caches."""
+    refill_needed = min(request.limit - request.num_generated for request in engine.scheduler.running()) < 300
+    if refill_needed:
+        engine.run_until_idle()
+        refill(engine, 32, 400)
+    t: Any = engine.telemetry
+    spent: dict[str, list[int]] = {}
+    inside = [False]
+
+    def watch(target: Any, name: str) -> None:
+        call = getattr(target, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if inside[0]:
+                return call(*args, **kwargs)
+            inside[0], began = True, time.perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent.setdefault(name, []).append(time.perf_counter_ns() - began)
+                inside[0] = False
+
+        setattr(target, name, watched)
+
+    guarded = [name for name in dir(Telemetry) if hasattr(getattr(Telemetry, name), "__wrapped__")]
+    for name in (*guarded, "lap", "lap_to", "begin_step", "due"):
+        if name != "publish":
+            watch(t, name)
+    for name in [name for name in dir(t.mechanisms) if not name.startswith("_")]:
+        watch(t.mechanisms, name)
+    steps = 250
+    for _ in range(steps):
+        engine.step()
+    total = sum(statistics.median(times) * len(times) for times in spent.values())
+    return {"engine_records_in_place_us_per_step": total / steps / 1e3}
 
 
 SCRAPER = """
@@ -327,8 +416,15 @@ def serve_elsewhere(connection: Any) -> None:
             subject.life()
 
 
-def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
-    """Steps of 32 decoding requests during scrapes of their process, against steps during equal scrapes of another process.
+def other_threads() -> float:
+    """CPU seconds of all threads of this process but this one: more than the time for which they can have held the interpreter."""
+    return time.process_time() - time.thread_time()
+
+
+def scrape_delay(
+    model: str, seconds: float, rate: float, start: Callable[[Telemetry], Exporter | ExporterProcess], name: str
+) -> dict[str, float]:
+    """Steps of 32 decoding requests during scrapes of their engine, against steps during equal scrapes of another process.
 
     Both cost the machine the same, so the difference is what a scrape costs the engine's thread.
     """
@@ -339,9 +435,16 @@ def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
     other.start()
     marks: list[tuple[float, float]] = []
     try:
-        with start_exporter(engine.telemetry) as exporter:
+        with start(engine.telemetry) as exporter:
             urls = [exporter.url, ours.recv()]
+            for url in urls:  # the first rendering of everything is not what a scrape costs
+                urllib.request.urlopen(url, timeout=60).read()
             command = [sys.executable, "-c", SCRAPER, str(seconds), str(rate), *urls]
+            collected: list[tuple[int, float]] = []
+            gc.callbacks.append(
+                collecting := lambda _, about: collected.append((about["generation"], time.perf_counter()))
+            )
+            before = other_threads()
             client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             while client.poll() is None:
                 if engine.scheduler.num_running < 32:
@@ -352,6 +455,8 @@ def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
                 marks.append((began, time.perf_counter()))
             assert client.stdout is not None
             here, elsewhere = json.loads(client.stdout.read())
+            spent = other_threads() - before
+            gc.callbacks.remove(collecting)
     finally:
         ours.send("end")
         other.join(10)
@@ -373,6 +478,9 @@ def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
     out = {
         "delay_series": series,
         "delay_scrapes": len(here),
+        "delay_longest_collection_ms": max((b[1] - a[1] for a, b in pairwise(collected) if a[0] == b[0]), default=0.0)
+        * 1e3,
+        "delay_cpu_beside_steps_us": spent / len(here) * 1e6,
         "delay_scrape_ms": statistics.median(b - a for a, b in here) * 1e3,
         "delay_steps_during_scrapes": len(scraped),
         "delay_steps_of_control": len(control),
@@ -380,31 +488,32 @@ def scrape_delay(model: str, seconds: float, rate: float) -> dict[str, float]:
     }
     for q in (0.5, 0.9, 0.99):
         out[f"delay_p{q * 100:g}_ms"] = float(np.quantile(scraped, q) - np.quantile(control, q))
-    return out | {
+    out |= {
         "delay_longest_ms": longest[0] - longest[1],
         "delay_longest_step_ms": longest[0],
         "delay_longest_step_of_control_ms": longest[1],
     }
+    return {figure.replace("delay_", f"delay_{name}_"): value for figure, value in out.items()}
 
 
 def main() -> None:
-    parser = Parser(__doc__, quick={"rounds": 6, "steps": 20, "seconds": 6.0})
+    parser = Parser(__doc__, quick={"fours": 100, "seconds": 6.0})
     parser.add_argument(
         "--model", default="tiny", help="model of the engine (default: tiny, whose steps are the shortest)"
     )
-    parser.add_argument("--rounds", type=int, default=16, help="turns of each engine (default: 16)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a turn (default: 40)")
+    parser.add_argument("--fours", type=int, default=500, help="of steps with telemetry on and off (default: 500)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of scrapes at 5 Hz (default: 20)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
     figures = record_costs() | residency_costs() | scrape_costs()
-    figures |= engine_ratio(options.model, options.rounds, options.steps)
-    figures |= scrape_delay(options.model, options.seconds, 5.0)
+    figures |= engine_costs(options.model, options.fours)
+    figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter_process, "process")
+    figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter, "thread")
     load.append(os.getloadavg()[0])
     figures |= {"load_before": load[0], "load_after": load[1]}
     for name, figure in figures.items():
-        print(f"{name:42} {figure:14,.3f}")
+        print(f"{name:44} {figure:14,.3f}")
     if max(load) > 1.0:
         print(
             "\nOther work was running: the figures that begin with engine_ or delay_ are to be taken again on a quiet machine."

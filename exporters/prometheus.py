@@ -99,7 +99,8 @@ class MetricsApp:
     way of an engine's thread in the same process.
     """
 
-    def __init__(self, telemetry: Source, token: str | None = None) -> None:
+    def __init__(self, telemetry: Source, token: str | None = None, *, pause_seconds: float = _PAUSE_SECONDS) -> None:
+        self._pause_seconds = pause_seconds
         self._authorization = f"Bearer {token}".encode() if token else None
         self._rendering: dict[tuple[bool, bool], asyncio.Task[bytes]] = {}  # by form and compression
         self._expositions = {form: Exposition(telemetry, openmetrics=form) for form in (False, True)}
@@ -150,7 +151,7 @@ class MetricsApp:
         if self._series:  # what the previous exposition took; before the first there is nothing to tell
             about.append(FamilySamples(c.SCRAPE_SECONDS, [Row("", (), self._render_seconds)]))
             about.append(FamilySamples(c.SCRAPE_SERIES, [Row("", (), self._series)]))
-        body, self._series = self._expositions[openmetrics].render(about, pause_seconds=_PAUSE_SECONDS)
+        body, self._series = self._expositions[openmetrics].render(about, pause_seconds=self._pause_seconds)
         self._render_seconds = time.perf_counter() - start
         return body
 
@@ -188,8 +189,18 @@ class Exporter:
 def start_exporter(telemetry: Source, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> Exporter:
     """Serves `telemetry` at http://host:port/metrics from a thread of its own; port 0 takes a free one.
 
-    For engines that have no HTTP server. Raises ServiceError if the address cannot be taken.
+    For whatever has no HTTP server. Beside an engine, process.start_exporter_process leaves the engine's steps alone. Raises ServiceError if
+    the address cannot be taken.
     """
+    listener = listen(host, port)
+    server = metrics_server(MetricsApp(telemetry, token))
+    thread = threading.Thread(target=server.run, args=([listener],), name="kvscope-exporter", daemon=True)
+    thread.start()
+    return Exporter(metrics_url(listener), server, thread, listener)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket for an exporter; port 0 takes a free one. Raises ServiceError if the address cannot be taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -201,17 +212,22 @@ def start_exporter(telemetry: Source, host: str = "127.0.0.1", port: int = 0, *,
             f"The metrics exporter cannot listen on {host}:{port}: {error.strerror or error}.",
             next_step="Stop what uses this port, or choose another one.",
         ) from error
-    app = Starlette(routes=[Route("/metrics", MetricsApp(telemetry, token))])
+    return listener
+
+
+def metrics_url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
+
+
+def metrics_server(app: MetricsApp) -> uvicorn.Server:
+    """A server of nothing but `app` at /metrics, to be run on a listening socket."""
     config = uvicorn.Config(
-        app,
+        Starlette(routes=[Route("/metrics", app)]),
         log_config=None,
         access_log=False,
         lifespan="off",
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=2,
     )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="kvscope-exporter", daemon=True)
-    thread.start()
-    name = f"[{host}]" if ":" in host else host
-    return Exporter(f"http://{name}:{listener.getsockname()[1]}/metrics", server, thread, listener)
+    return uvicorn.Server(config)

@@ -10,9 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from exporters.together import Source, Together
+from exporters.together import Columnar, Source, parts
 from observability.catalog import FAMILIES, Family
-from observability.telemetry.cells import Cells
 from observability.telemetry.snapshot import Block, Exemplar, FamilySamples, Row
 
 _LINES_AT_ONCE = 100  # about 0.1 ms
@@ -77,7 +76,7 @@ def _exemplar_text(exemplar: Exemplar) -> str:
 class _Columns:
     """The lines of one recorder, by column of its layout."""
 
-    def __init__(self, recorder: Cells, *, openmetrics: bool) -> None:
+    def __init__(self, recorder: Columnar, *, openmetrics: bool) -> None:
         self._recorder = recorder
         self._openmetrics = openmetrics
         self._blocks: list[Block] = []
@@ -93,7 +92,7 @@ class _Columns:
 
     def update(self, pause_seconds: float) -> int:
         """Reads the recorder and brings the lines up to date, a few at a time; how many series there are."""
-        layout, values = self._recorder.columns()
+        layout, values = self._recorder.columns(pause_seconds)
         self._grow(layout.blocks)
         moved = (values != self._values) & ~(np.isnan(values) & np.isnan(self._values))
         for block, columns, before in self._exemplars:
@@ -149,8 +148,7 @@ class Exposition:
     """
 
     def __init__(self, source: Source, *, openmetrics: bool) -> None:
-        sources = source.sources if isinstance(source, Together) else (source,)
-        self._parts = [_Columns(s, openmetrics=openmetrics) if isinstance(s, Cells) else s for s in sources]
+        self._parts = [_Columns(s, openmetrics=openmetrics) if isinstance(s, Columnar) else s for s in parts(source)]
         self._openmetrics = openmetrics
 
     def render(self, more: Sequence[FamilySamples] = (), *, pause_seconds: float = 0.0) -> tuple[bytes, int]:

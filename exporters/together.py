@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from observability.catalog import FAMILIES
-from observability.telemetry.snapshot import FamilySamples
+from observability.telemetry.snapshot import FamilySamples, Layout
 
 
 class Source(Protocol):
     def snapshot(self) -> list[FamilySamples]:
         """Rows by family in catalogue order. Called from any thread; does not wait for what it measures."""
+
+
+@runtime_checkable
+class Columnar(Protocol):
+    """A source that gives its values alone: a recorder, or its mirror in another process."""
+
+    def columns(self, pause_seconds: float = 0.0) -> tuple[Layout, np.ndarray]:
+        """Layout and values as those of telemetry.cells.Cells."""
+
+
+def parts(source: Source) -> tuple[Source, ...]:
+    """The sources that `source` is made of."""
+    return source.sources if isinstance(source, Together) else (source,)
 
 
 class Together:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import os
 import signal
@@ -146,6 +147,16 @@ def serve(
             rich_help_panel=_METRICS,
         ),
     ] = 20,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve metrics on this port too, from a process of their own: its scrapes do not touch the engine's steps.",
+            rich_help_panel=_METRICS,
+            show_default=False,
+        ),
+    ] = None,
     profile_to: Annotated[
         str | None,
         typer.Option(
@@ -212,6 +223,8 @@ def serve(
 
         kvscope serve tiny-mla --engine prefix_caching=off
 
+        kvscope serve --metrics-port 9400
+
         kvscope serve --profile-to http://127.0.0.1:4040
 
         kvscope serve --buckets latency=0.1,0.2,0.4,0.8,1.6,3.2,6.4 --buckets tail=0.8,1.6,3.2
@@ -245,7 +258,9 @@ def serve(
         contiguous_below=contiguous_below,
         kv_dtype=kv_dtype,
     )
-    with listen(host, port) as listener:
+    with contextlib.ExitStack() as listeners:
+        listener = listeners.enter_context(listen(host, port))
+        metrics_listener = None if metrics_port is None else listeners.enter_context(listen(host, metrics_port))
         from rich.console import Console
 
         with Console(stderr=True).status(f"Loading {model} on {device} ..."):
@@ -254,7 +269,7 @@ def serve(
             loaded = load_model(model, device=device)
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
         settings = ServerSettings(token=token, grace_seconds=grace)
-        told = profile_to, otlp_endpoint, otlp_histograms
+        told = metrics_listener, profile_to, otlp_endpoint, otlp_histograms
         _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, *told)
 
 
@@ -323,6 +338,7 @@ def _run(
     listener: socket.socket,
     snapshot_dir: Path | None,
     snapshot_bytes: int,
+    metrics_listener: socket.socket | None,
     profile_to: str | None,
     otlp_endpoint: str | None,
     otlp_histograms: HistogramForm,
@@ -330,6 +346,7 @@ def _run(
     """Serves on `listener` until SIGINT or SIGTERM; then requests get their grace period and the engine stops."""
     from exporters.gpu.nvml import NvmlSource
     from exporters.gpu.sampler import GpuSampler
+    from exporters.process import ExporterProcess
     from exporters.prometheus import metrics_app
     from exporters.together import Together
     from observability.cli.gpu import tell
@@ -383,14 +400,21 @@ def _run(
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
     base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    with quiet_signals(), _profiled(thread.engine, profile_to):
+    alone = ""
+    # What was made so far stays: a full collection, which every thread waits for, need not look through it again and again.
+    gc.collect()
+    gc.freeze()
+    with quiet_signals(), _profiled(thread.engine, profile_to), contextlib.ExitStack() as exporters:
+        if metrics_listener is not None:
+            exporter = exporters.enter_context(ExporterProcess(told, metrics_listener, settings.token))
+            alone = f", {exporter.url}"
         thread.start()
         gpus.start()
         try:
             typer.echo(
                 f"{loaded.name} on {device}: context {config.max_model_len} tokens, "
                 f"KV pool {config.num_blocks} blocks ({mebibytes:.0f} MiB, {stored})\n"
-                f"  API      {base}/v1\n  metrics  {base}/metrics\n  health   {base}/health\nCtrl-C stops it."
+                f"  API      {base}/v1\n  metrics  {base}/metrics{alone}\n  health   {base}/health\nCtrl-C stops it."
             )
             HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds).run(sockets=[listener])
         finally:

@@ -171,3 +171,32 @@ def test_help_shows_examples_and_every_limit() -> None:
         "x-kvscope-class",
     ):
         assert words in text
+
+
+def test_a_metrics_port_serves_the_engine_and_ends_with_the_server(serve: Callable[..., Served]) -> None:
+    served = serve("--metrics-port", "0", "--token", "s3cret")
+    headers = {"Authorization": "Bearer s3cret"}
+    alone = re.search(r"metrics .*, (http://\S+)", served.output).group(1)
+    ask = {"model": "tiny", "prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    httpx.post(served.url + "/v1/completions", json=ask, headers=headers, timeout=60, trust_env=False)
+    assert httpx.get(alone, timeout=60, trust_env=False).status_code == 401
+    both = [
+        httpx.get(url, headers=headers, timeout=60, trust_env=False).text for url in (alone, served.url + "/metrics")
+    ]
+    tokens = [
+        re.search(r"^kvscope_generation_tokens_total\{.*standard.*\} (\d+)$", text, re.M).group(1) for text in both
+    ]
+    assert tokens == ["3", "3"]
+    assert served.end(signal.SIGTERM) == 0
+    with pytest.raises(httpx.TransportError):
+        httpx.get(alone, trust_env=False)
+
+
+def test_a_taken_metrics_port_is_named_before_the_model_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = run("serve", "no-such-model", "--port", "0", "--metrics-port", str(port))
+    assert refused.returncode != 0
+    assert f"127.0.0.1:{port}" in refused.stderr
