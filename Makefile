@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test test-vllm fuzz lint generate bench lock clean
+.PHONY: help demo test test-vllm fuzz soak lint generate bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ test-vllm: $(VENV)/.ready-test $(VLLM)/.ready ## the plug-in inside a real vLLM 
 
 fuzz: $(VENV)/.ready-test ## a million inputs to every parser, guided by coverage; some hours. CASES=n for another number
 	@$(BIN)/python -m tests.fuzz.run --cases $(or $(CASES),1000000)
+
+soak: $(VENV)/.ready-test ## 72 virtual hours with failures and restarts; about 15 minutes. HOURS=n for another number
+	@KVSCOPE_SOAK_HOURS=$(or $(HOURS),72) $(BIN)/pytest --timeout 7200 tests/workload/test_soak.py
 
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check
