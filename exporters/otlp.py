@@ -5,6 +5,7 @@ The SDK's threads read, encode and send; the engine never waits for a collector.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -149,6 +150,11 @@ def _check_environment() -> None:
                 f"OTEL_{name} is {_env(name)!r}; kvscope speaks http/protobuf only.",
                 next_step="Unset it and name the collector's HTTP port, usually 4318.",
             )
+    for name in _DURATIONS:
+        if (text := _env(name)) and not _positive(text):
+            raise ConfigError(  # the SDK would start with it, and every push would fail
+                f"OTEL_{name} is {text!r}; it must be a number above 0.", next_step="Correct or unset it."
+            )
     if _env("METRICS_EXEMPLAR_FILTER").lower() not in ("", "trace_based", "always_on", "always_off"):
         raise ConfigError(  # from the SDK it would come when a thread of its own runs already
             f"OTEL_METRICS_EXEMPLAR_FILTER is {_env('METRICS_EXEMPLAR_FILTER')!r}.",
@@ -157,6 +163,20 @@ def _check_environment() -> None:
     for name in (f"{signal}_EXPORTER" for signal in _SIGNALS):
         if _env(name) not in ("", "otlp", "none"):
             raise ConfigError(f"OTEL_{name} is {_env(name)!r}.", next_step="Set it to otlp or none.")
+
+
+#: What the SDK waits for, in seconds or milliseconds.
+_DURATIONS = (
+    "EXPORTER_OTLP_TIMEOUT", "EXPORTER_OTLP_TRACES_TIMEOUT", "EXPORTER_OTLP_METRICS_TIMEOUT", "METRIC_EXPORT_INTERVAL",
+    "METRIC_EXPORT_TIMEOUT", "BSP_SCHEDULE_DELAY", "BSP_EXPORT_TIMEOUT",
+)  # fmt: skip
+
+
+def _positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _url(endpoint: str | None, signal: str) -> str | None:

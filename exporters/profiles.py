@@ -1,10 +1,11 @@
 """CPU profiles of this process to a Pyroscope server: 100 samples a second, tagged by what the engine's thread is doing.
 
-A server that does not answer costs its profiles only: samples are taken and sent by threads of the profiler's own.
+A server that does not answer, or hangs, costs its profiles only: samples are taken and sent by threads of the profiler's own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from observability.errors import ConfigError
 
 SAMPLES_PER_SECOND = 100
 _UPLOAD_SECONDS = 10
+_LAST_UPLOAD_SECONDS = 5.0  # that the last profiles may take when it ends
 
 
 class PhaseTag:
@@ -77,4 +79,7 @@ def profiles_to(url: str, tags: Mapping[str, str], *, upload_seconds: int = _UPL
     try:
         yield PhaseTag(pyroscope)
     finally:
-        pyroscope.shutdown()
+        # It sends what is left, and tries again for half a minute where the server hangs.
+        ending = threading.Thread(target=pyroscope.shutdown, name="profiler-end", daemon=True)
+        ending.start()
+        ending.join(_LAST_UPLOAD_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
 
@@ -158,6 +159,22 @@ def test_the_command_serves_gpus_on_the_loopback_with_a_token(spawn, nvml_folder
     process.terminate()
     assert process.wait(10) == 0
     assert "GPU metrics are being read." in log.read_text()
+
+
+def test_a_driver_call_that_never_returns_stops_neither_a_scrape_nor_the_end(
+    spawn, nvml_folder, script, free_port
+) -> None:
+    path, port = script({"hang": 1}), free_port()
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(nvml_folder), "NVML_SCRIPT": str(path)}
+    process = spawn(
+        sys.executable, "-m", "observability.cli", "serve", "tiny", "--port", str(port), env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}/metrics"
+    hung = 'kvscope_gpu_read_failures_total{reason="timeout"} 1'
+    wait_for(lambda: hung in httpx.get(url).text, 60, "the reading that hangs is counted, by scrapes that are answered")
+    process.terminate()
+    assert process.wait(30) == 0
 
 
 def test_the_command_without_a_gpu_says_so_once_and_goes_on(spawn, free_port, tmp_path) -> None:

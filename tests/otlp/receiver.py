@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -100,6 +102,43 @@ class Receiver:
     def last(self) -> dict[str, Metric]:
         """The newest push of metrics, by name."""
         return {metric.name: metric for metric in metrics_in(self.metrics[-1])}
+
+
+class Scripted:
+    """Context manager: takes connections and answers each request with raw pieces, ten a second; none: it hangs."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.posts = 0
+        self._done = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._pieces = pieces
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+
+    def __enter__(self) -> Scripted:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+
+    def _accept(self) -> None:
+        while not self._done.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while connection.recv(1 << 16):
+                self.posts += 1
+                for i, piece in enumerate(self._pieces):
+                    if i and self._done.wait(0.1):
+                        return
+                    connection.sendall(piece)
 
 
 def metrics_in(request: ExportMetricsServiceRequest) -> Iterator[Metric]:

@@ -29,7 +29,7 @@ from observability.telemetry import tracing
 from observability.telemetry.exponential import EXPONENTIAL_SCALE, Exponential
 from observability.telemetry.recorder import RequestRecord, Telemetry
 from tests.conftest import REPO, wait_for
-from tests.otlp.receiver import Receiver, metrics_in, values
+from tests.otlp.receiver import Receiver, Scripted, metrics_in, values
 from tests.server.harness import HTTP, RunningServer, serving
 from tests.server.processes import serve
 from tests.telemetry.bench import Bench
@@ -422,11 +422,19 @@ def test_zero_and_what_is_beyond_the_last_bucket_are_counted() -> None:
 # -- collectors that do not work, settings that make no sense --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["refusing", "hanging"])
+BUSY = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 86400\r\nContent-Length: 0\r\n\r\n"
+REDIRECT = b"HTTP/1.1 308 x\r\nLocation: /v1/traces\r\nContent-Length: 0\r\n\r\n"
+ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
+ANSWERS = {
+    "hanging": [], "busy": [BUSY], "garbage": [b"\x00\xff" * 1000], "redirecting": [REDIRECT], "dripping": [ENDLESS, *[b"x"] * 600],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["refusing", *ANSWERS])
 def test_a_dead_collector_costs_no_request_and_a_bounded_time_at_the_end(kind: str) -> None:
-    with Receiver(hangs=True) as receiver, socket.socket() as closed:
+    with Scripted(ANSWERS.get(kind, [])) as receiver, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # not listening
-        url = receiver.url if kind == "hanging" else f"http://127.0.0.1:{closed.getsockname()[1]}"
+        url = receiver.url if kind != "refusing" else f"http://127.0.0.1:{closed.getsockname()[1]}"
         with serving(load_model("tiny"), otlp=lambda telemetry: start_otlp(telemetry, url)) as server:
             provider = server.otlp.meter_provider
             assert provider is not None
@@ -551,6 +559,11 @@ def test_kvscope_serve_stops_in_time_with_a_collector_that_hangs() -> None:
         ("SPAN_ATTRIBUTE_COUNT_LIMIT", "-3"),
         ("ATTRIBUTE_VALUE_LENGTH_LIMIT", "long"),
         ("METRICS_EXEMPLAR_FILTER", "some"),
+        *(
+            (f"{of}_TIMEOUT", text)
+            for of in ("EXPORTER_OTLP", "EXPORTER_OTLP_TRACES", "EXPORTER_OTLP_METRICS", "METRIC_EXPORT", "BSP_EXPORT")
+            for text in ("-1", "0", "nan", "10s")
+        ),
         ("EXPORTER_OTLP_METRICS_ENDPOINT", "http://[::1"),
         ("EXPORTER_OTLP_METRICS_ENDPOINT", "http://collector:port"),
     ],
