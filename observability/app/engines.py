@@ -11,17 +11,20 @@ from observability.signals import BY_NAME, SIGNALS
 from observability.store.source import SeriesSource
 
 UPDATE_AGE = BY_NAME["model:kvscope_last_update_age:seconds"]
+ENGINES = BY_NAME["model_executor_clock_device_kv_dtype_version:kvscope_engine:sum"]
 #: Signals of hosts and not of a model.
 HOST_SIGNALS = frozenset(signal.name for signal in SIGNALS if "model" not in signal.by)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFeed:
-    """One model: seconds since its engine last wrote, None where it has not within five minutes, and the signals with a value now."""
+    """One model: seconds since its engine last wrote, None where it has not within five minutes, the signals with a value now, and
+    which engines serve it (executor, clock, device, kv_dtype, version, value: how many)."""
 
     model: str
     age: float | None
     fed: frozenset[str]
+    engines: pd.DataFrame
 
 
 def feeds(source: SeriesSource) -> list[ModelFeed]:
@@ -37,7 +40,11 @@ def feeds(source: SeriesSource) -> list[ModelFeed]:
             fed.setdefault(str(model), set()).add(signal.name)
         if signal is UPDATE_AGE:
             ages = dict(zip(newest["model"], newest["value"], strict=True))
-    return [ModelFeed(model, ages.get(model), frozenset(fed[model])) for model in fed]
+        if signal is ENGINES:
+            serving = newest
+    return [
+        ModelFeed(model, ages.get(model), frozenset(fed[model]), serving[serving["model"] == model]) for model in fed
+    ]
 
 
 def matrix() -> pd.DataFrame:

@@ -11,6 +11,7 @@ from exporters.adapters.doctor import Report
 from exporters.adapters.engines import TITLES
 from observability.app import endpoints, engines, ui
 from observability.app.endpoints import Look
+from observability.app.engines import ModelFeed
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, setting
 from observability.app.view import moment
@@ -28,7 +29,7 @@ def draw(context: Context) -> None:
     left, right = st.columns([2, 3])
     with left:
         ui.text_card(
-            context, "source", "What is read, and how old is it?", "now", [engines.UPDATE_AGE], _source,
+            context, "source", "What is read, and how old is it?", "now", [engines.UPDATE_AGE, engines.ENGINES], _source,
             note="Age: seconds since the engine last wrote its values; an idle engine still writes. Signals with a value within the last five minutes.",
         )  # fmt: skip
     with right:
@@ -59,13 +60,22 @@ def _source(context: Context) -> Content:
         return Content(f"<p>{told}</p>", below="<p>No model has values within the last day.</p>")
     possible = len(SIGNALS) - len(engines.HOST_SIGNALS)
     rows = "".join(
-        f'<tr class="{"" if feed.fed else "quiet"}"><td>{escape(feed.model)}</td><td>{_age(feed.age)}</td>'
+        f'<tr class="{"" if feed.fed else "quiet"}"><td>{escape(feed.model)}{_serving(feed)}</td><td>{_age(feed.age)}</td>'
         f"<td>{len(feed.fed)} of {possible}</td></tr>"
         for feed in seen
     )
     head = "<tr><th>model</th><th>written</th><th>signals with a value now</th></tr>"
     data = pd.DataFrame([(feed.model, feed.age, signal) for feed in seen for signal in sorted(feed.fed)], columns=["model", "age_seconds", "signal"])  # fmt: skip
     return Content(f'<p class="told">{told}</p><table class="plain">{head}{rows}</table>', data=data)
+
+
+def _serving(feed: ModelFeed) -> str:
+    """HTML: the engines that serve a model, a line each."""
+    return "".join(
+        f"<br><small>{f'{row.value:.0f} × ' if row.value != 1 else ''}{escape(row.executor)} on {escape(row.device)}, KV {escape(row.kv_dtype)}, "
+        f"{escape(row.version)}{', virtual time' if row.clock == 'virtual' else ''}</small>"
+        for row in feed.engines.itertuples(index=False)
+    )
 
 
 def _age(age: float | None) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from exporters.adapters.doctor import Report
@@ -58,15 +59,19 @@ def test_the_matrix_is_that_of_the_adapters_one_row_a_signal_and_engine() -> Non
 
 
 def test_a_model_feeds_the_signals_that_have_a_value_now(
-    source: EmbeddedStore, tmp_path: Path, rows: dict[str, object]
+    source: EmbeddedStore, tmp_path: Path, rows: dict[str, pd.DataFrame]
 ) -> None:
     now = EmbeddedStore(source.path, clock=lambda: source.extent()[1])  # type: ignore[index]
     (feed,) = engines.feeds(now)
     assert feed.model == synthetic.MODEL
-    assert feed.fed == {signal.name for signal in SIGNALS} - engines.HOST_SIGNALS
-    assert feed.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1])  # type: ignore[index]
+    newest = {name: frame["time"].max().timestamp() for name, frame in rows.items()}
+    current = {name for name, at in newest.items() if at > max(newest.values()) - 300}
+    assert feed.fed == current - engines.HOST_SIGNALS
+    assert len(feed.fed) > 70
+    assert set(feed.engines["version"]) <= {"1.0", "1.1"}
+    assert feed.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1])
     part = create(tmp_path / "part.db")
-    part.append("model:kvscope_kv_usage:ratio", rows["model:kvscope_kv_usage:ratio"])  # type: ignore[arg-type]
+    part.append("model:kvscope_kv_usage:ratio", rows["model:kvscope_kv_usage:ratio"])
     (feed,) = engines.feeds(EmbeddedStore(part.path, clock=lambda: source.extent()[1]))  # type: ignore[index]
     assert (feed.age, feed.fed) == (None, {"model:kvscope_kv_usage:ratio"})
 
