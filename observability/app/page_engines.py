@@ -71,11 +71,12 @@ def _source(context: Context) -> Content:
 
 def _serving(feed: ModelFeed) -> str:
     """HTML: the engines that serve a model, a line each."""
-    return "".join(
-        f"<br><small>{f'{row.value:.0f} × ' if row.value != 1 else ''}{escape(row.executor)} on {escape(row.device)}, KV {escape(row.kv_dtype)}, "
-        f"{escape(row.version)}{', virtual time' if row.clock == 'virtual' else ''}</small>"
-        for row in feed.engines.itertuples(index=False)
-    )
+    lines = []
+    for row in feed.engines.to_dict("records"):
+        count = f"{row['value']:.0f} × " if row["value"] != 1 else ""
+        virtual = ", virtual time" if row["clock"] == "virtual" else ""
+        lines.append(f"{count}{row['executor']} on {row['device']}, KV {row['kv_dtype']}, {row['version']}{virtual}")
+    return "".join(f"<br><small>{escape(line)}</small>" for line in lines)
 
 
 def _age(age: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from observability.app import page_engines, page_forecast, page_hardware, page_kv, page_now, page_p99
+from observability.app import page_engines, page_forecast, page_hardware, page_kv, page_now, page_p99, page_trends
 from observability.app.ui import Context
 
 
@@ -25,6 +25,7 @@ PAGES = (
     AppPage("KV cache", "kv-cache", ":material/grid_view:", page_kv.draw),
     AppPage("P99", "p99", ":material/timeline:", page_p99.draw),
     AppPage("Hardware", "hardware", ":material/memory:", page_hardware.draw),
+    AppPage("Trends", "trends", ":material/show_chart:", page_trends.draw),
     AppPage("Forecast", "forecast", ":material/trending_up:", page_forecast.draw),
     AppPage("Engines", "engines", ":material/dns:", page_engines.draw, without_data=True),
 )

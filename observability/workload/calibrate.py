@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 
 from observability import catalog
 from observability.engine.clock import MonotonicClock
