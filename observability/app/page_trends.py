@@ -68,7 +68,7 @@ def curve_words(curve: Curve, objective: LatencyObjective) -> str:
 
 
 EFFICIENCY = Panel(
-    "efficiency", "Do batches become more or less efficient?", "tokens a second of compute", (trends.STEP_TOKENS, queries.STEP_SHARE),
+    "efficiency", "Do batches become more or less efficient?", "tok/s of compute", (trends.STEP_TOKENS, queries.STEP_SHARE),
     trends.tokens_per_forward_second, lambda data, frame: charts.lines(data, "tokens/s", frame), compared=True,
     note="Tokens run through the model for each second of forward passes. A slow fall: contexts grow or batches shrink.",
 )  # fmt: skip
@@ -83,7 +83,8 @@ def _week_panel(key: str, question: str, signal: Signal, unit: str = "", lines: 
     def words(context: Context, data: pd.DataFrame) -> str:
         assert context.earlier is not None
         before = queries.over_time(context.source, context.earlier, signal)
-        return week_words(data, before, signal)
+        moved = before.assign(time=before["time"] + pd.Timedelta(seconds=context.view.start - context.earlier.start))
+        return week_words(data, moved, signal)
 
     return Panel(
         key, question, unit, (signal,), lambda source, view: queries.over_time(source, view, signal),
@@ -93,23 +94,26 @@ def _week_panel(key: str, question: str, signal: Signal, unit: str = "", lines: 
 
 
 def week_words(data: pd.DataFrame, before: pd.DataFrame, signal: Signal) -> str:
-    """HTML: the median of the range, and the difference to that of a week before."""
-    now = float(data["value"].median())
-    if before.empty:
-        told = "no values a week before"
+    """HTML: the median of the range, and how it differs from a week before over the moments that both weeks have.
+
+    `before`: rows of the week before, moved by a week.
+    """
+    both = data.merge(before, on="time", suffixes=("", "_before"))
+    if both.empty:
+        now, told = float(data["value"].median()), "no values a week before"
     else:
-        then = float(before["value"].median())
+        now, then = float(both["value"].median()), float(both["value_before"].median())
         told = f"{in_words(Change('', signal.unit, then, now, 0.0, None))} against {quantity(then, signal.unit)} a week before"
+        if len(both) < 0.9 * len(data):
+            told += f", over the {len(both) / len(data):.0%} of the range that both have"
     return f'<div class="figure"><b>{quantity(now, signal.unit)}</b><span>median, {told}</span></div>'
 
 
 _LIMIT = charts.Line(TTFT.threshold_seconds, setting(TTFT.threshold_seconds, "seconds"))
 WEEK = (
     _week_panel("week-requests", "More load than last week?", queries.REQUESTS),
-    _week_panel(
-        "week-ttft", "Later first tokens than last week?", queries.quantile_signal(TTFT, 0.99), "P99", (_LIMIT,)
-    ),
-    _week_panel("week-hits", "Does the cache save as much?", queries.HIT_RATE, "KV hit rate"),
+    _week_panel("week-ttft", "Later first tokens?", queries.quantile_signal(TTFT, 0.99), "TTFT P99", (_LIMIT,)),
+    _week_panel("week-hits", "Does the cache save as much?", queries.HIT_RATE),
     _week_panel("week-tokens", "Does it generate as much?", queries.GENERATED),
 )
 

@@ -315,6 +315,11 @@ NOT_IN_VIRTUAL_TIME = {
 }
 #: What makes a signal of a live engine absent though the engine works.
 ABSENT_WHEN_LIVE = {
+    **{
+        s.name: "No GPU was read in this range: `kvscope gpu` reads those of a host."
+        for s in SIGNALS
+        if s.by[0] == "gpu"
+    },
     QUANT_ERROR.name: "No sample: the KV cache of this engine is not quantized, or the engine does not report the error.",
     **{
         s.name: "No request ended in this range, or the engine does not report where their time went."

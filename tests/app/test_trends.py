@@ -138,14 +138,14 @@ def test_efficiency_is_tokens_over_the_share_of_time_in_forward_passes(
     assert trends.busy_in_the_model(source, view)["value"].iloc[-1] == pytest.approx(forward / busy)
 
 
-def test_the_week_before_is_compared_by_medians_and_its_absence_is_said() -> None:
-    now, then = ([1.0, 5.0, 2.0], [4.0, 1.0, 1.0])
-    told = week_words(pd.DataFrame({"value": now}), pd.DataFrame({"value": then}), queries.REQUESTS)
-    assert f"<b>{median(now):.2f} req/s</b>" in told
-    assert "▲ 2.0 times against 1.00 req/s a week before" in told
-    assert "no values a week before" in week_words(
-        pd.DataFrame({"value": now}), pd.DataFrame({"value": []}), queries.REQUESTS
-    )
+def test_the_week_before_is_compared_by_medians_of_the_moments_that_both_have_and_its_absence_is_said() -> None:
+    times = pd.date_range("2026-01-01", periods=4, freq="10min", tz="UTC")
+    now = pd.DataFrame({"time": times, "value": [1.0, 5.0, 2.0, 900.0]})
+    then = pd.DataFrame({"time": times[:3], "value": [4.0, 1.0, 1.0]})
+    told = week_words(now, then, queries.REQUESTS)
+    assert f"<b>{median([1.0, 5.0, 2.0]):.2f} req/s</b>" in told
+    assert "▲ 2.0 times against 1.00 req/s a week before, over the 75% of the range that both have" in told
+    assert "no values a week before" in week_words(now, then.head(0), queries.REQUESTS)
 
 
 def test_the_page_says_that_three_hours_are_too_few_and_draws_the_rest(browser: Browser, app_url: str) -> None:
