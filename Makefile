@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test test-vllm fuzz soak lint generate bench lock clean
+.PHONY: help demo test test-vllm fuzz soak faults lint generate bench lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ fuzz: $(VENV)/.ready-test ## a million inputs to every parser, guided by coverag
 
 soak: $(VENV)/.ready-test ## 72 virtual hours with failures and restarts; about 15 minutes. HOURS=n for another number
 	@KVSCOPE_SOAK_HOURS=$(or $(HOURS),72) $(BIN)/pytest --timeout 7200 tests/workload/test_soak.py
+
+faults: $(VENV)/.ready-test ## kill -9 of every process, 100 times at random moments; about half an hour. KILLS=n for another number
+	@KVSCOPE_KILLS=$(or $(KILLS),100) $(BIN)/pytest --timeout 7200 tests/faults/test_kill.py
 
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check
