@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
+# setuptools warns that folders named as the packages go first in imports, which is what is wanted here.
+INSTALL = PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
 .PHONY: help demo test test-vllm fuzz soak faults lint generate bench lock clean
 
