@@ -8,7 +8,9 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from observability.app import queries, ui
+from observability.app.happened import happened
 from observability.app.pages import PAGES, AppPage
+from observability.app.reads import StoppedError
 from observability.app.sources import CachedSource, current_source
 from observability.app.ui import Context, Selection
 from observability.app.view import refresh_seconds
@@ -32,6 +34,7 @@ def main() -> None:
     st.navigation([entry(page) for page in PAGES], position="top").run()
     # The filters belong to no page: so their values and their place in the URL outlive a change of page.
     selection = ui.controls(models)
+    ui.stop_buttons()
     live = None if selection.end else refresh_seconds(selection.seconds)
     st.fragment(refresh, run_every=live)(chosen[0], selection, tuple(models))
 
@@ -52,22 +55,29 @@ def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> Non
     place, notices = ui.status_place(), st.container(key="notices")  # always there: a notice must not move the cards
     drawn = (page.path, selection)
     if st.session_state.get("drawn") != drawn:  # first sight of this page or choice: say that it is being read
-        place = place.empty()
         ui.status(place, "reading", "Reading…")
         st.session_state["drawn"] = drawn
-    source, now = current_source(), time.time()
+        st.session_state.pop("stopped", None)
+    stopped = StoppedError() if st.session_state.get("stopped") else None
+    source, now = current_source(lambda seconds: ui.status(place, "reading", f"Reading… {seconds:.0f} s")), time.time()
     view = selection.view(now)
     try:
+        if stopped is not None:
+            raise stopped
         fresh = queries.freshness(source, now)
         if tuple(source.models()) != models:
             st.rerun()  # a source or a model appeared: the filters change with it
         simulated = source.simulated(view.start, view.end)
+        marks = happened(source, view)
     except KvscopeError as error:
         with notices:
             ui.source_error(error, refresh_seconds(selection.seconds))
         if selection.model is not None or page.without_data:
             page.draw(Context(source.offline(error), view, versus=selection.versus))
-        ui.status(place, "down", "Source unreachable")
+        if stopped is None:
+            ui.status(place, "down", "Source unreachable")
+        else:
+            ui.status(place, "stopped", "Stopped")
         return
     if fresh.state == "empty" or selection.model is None:
         with notices:
@@ -78,7 +88,7 @@ def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> Non
         if fresh.state == "stale" and selection.end is None:
             with notices:
                 ui.stale_source(fresh, selection.zone)
-        page.draw(Context(source, view, simulated, versus=selection.versus))
+        page.draw(Context(source, view, simulated, marks, selection.versus))
     ui.freshness_status(place, fresh, selection.zone, queries.simulated_share(simulated, view) > 0)
 
 

@@ -21,6 +21,7 @@ from observability.app import charts, files, queries
 from observability.app.findings import Finding
 from observability.app.marks import Mark
 from observability.app.queries import Freshness
+from observability.app.reads import StoppedError
 from observability.app.units import setting
 from observability.app.view import DEFAULT_RANGE, RANGES, VERSUS, View, make_view, moment
 from observability.errors import KvscopeError
@@ -143,15 +144,28 @@ def controls(models: Sequence[str]) -> Selection:
     return Selection(model if models else None, RANGES[chosen or DEFAULT_RANGE], unix, zone, versus or "")
 
 
+def stop_buttons() -> None:
+    """Buttons that the style sheet shows while a read takes long, and after it was stopped. They stand outside of what is read:
+    so they can be pressed while it is."""
+    with st.container(key="stop"):
+        st.button("Stop", key="stop-reading", on_click=lambda: st.session_state.update(stopped=True))
+        st.button("Read again", key="read-again", on_click=lambda: st.session_state.update(stopped=False))
+
+
 def status_place() -> DeltaGenerator:
-    """The place at the right of the header where `status` writes."""
-    return st.container(key="status")
+    """The place at the right of the header where `status` writes; until then it says what it last said."""
+    place = st.container(key="status").empty()
+    if "status" in st.session_state:
+        place.html(st.session_state["status"])
+    return place
 
 
 def status(place: DeltaGenerator, kind: str, text: str, simulated: bool = False) -> None:
-    """The pill in the header: `kind` is live, stale, down or reading. Shape and words tell it, not only colour."""
+    """The pill in the header: `kind` is live, stale, down, reading or stopped. Shape and words tell it, not only colour."""
     virtual = '<span class="pill virtual">Simulated</span>' if simulated else ""
-    place.html(f'{virtual}<span class="pill {kind}" role="status"><i></i>{escape(text)}</span>')
+    html = f'{virtual}<span class="pill {kind}" role="status"><i></i>{escape(text)}</span>'
+    st.session_state["status"] = html
+    place.html(html)
 
 
 def freshness_status(place: DeltaGenerator, fresh: Freshness, zone: str, simulated: bool) -> None:
@@ -184,6 +198,9 @@ def with_code(text: str) -> str:
 def source_error(error: KvscopeError, every: int) -> None:
     """The banner for a source that cannot be read at all; the page tries again `every` so many seconds."""
     text = f"{error.next_step} " if error.next_step else ""
+    if isinstance(error, StoppedError):
+        banner("info", error.reason, f"What was read before is shown. {text}")
+        return
     banner("error", error.reason, f"{text}The page tries again every {every} s; no reload is needed.")
 
 

@@ -166,6 +166,15 @@ class EmbeddedStore:
     def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
         return forecast_frame(signal_named(signal), self.stored_forecasts(signal, where, model))
 
+    def alerts(self, start: float, end: float, model: str) -> None:
+        """None: alert rules are evaluated by Prometheus alone."""
+
+    def engines(self, model: str) -> list[str]:
+        return []  # the recorder reads kvscope's own families
+
+    def exemplars(self, family: str, start: float, end: float, model: str) -> None:
+        """None: the recorder keeps signals, not requests."""
+
     def describe(self) -> str:
         return f"Embedded store {self.path}"
 

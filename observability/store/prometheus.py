@@ -17,11 +17,15 @@ from observability.errors import StoreError
 from observability.signals import SIGNALS, Signal
 from observability.store.embedded import EmbeddedStore
 from observability.store.forecast_rows import forecast_frame
-from observability.store.source import ANY, frame, grid, signal_named
+from observability.store.source import ANY, Fired, SlowRequest, frame, grid, signal_named
 
 TIMEOUT_SECONDS = 30.0
 #: Prometheus answers at most 11,000 points a series; longer reads are split.
 POINTS_PER_QUERY = 10_000
+#: A series that every engine feeds, with the label `engine` where an adapter made it.
+RUNNING = "model:kvscope_requests_running:sum"
+#: Labels of ALERTS that say no more than the record's fields.
+_OF_ALERT = ("__name__", "alertname", "alertstate", "severity", "model")
 _RULES_KNOWN_SECONDS = 60.0
 _DAY_SECONDS = 86400.0
 _LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -90,14 +94,34 @@ class PrometheusSource:
         at = grid(start, end, step)
         query = f'count({catalog.ENGINE.series}{{clock="virtual"}})'
         rows = self._vector("query_range", query=query, start=_seconds(at[0]), end=_seconds(at[-1]), step=f"{step:.3f}")
-        times = [float(t) for row in rows for t, _ in row["values"]]
-        spans: list[tuple[float, float]] = []
-        for moment in times:
-            if spans and moment - spans[-1][1] < 1.5 * step:
-                spans[-1] = (spans[-1][0], moment)
-            else:
-                spans.append((moment, moment))
-        return spans
+        return [span for row in rows for span in _spans(row["values"], step)]
+
+    def alerts(self, start: float, end: float, model: str) -> list[Fired]:
+        step = max(15.0, (end - start) / 500.0)
+        at = grid(start, end, step)
+        query = f'ALERTS{{alertstate="firing",alertname=~"Kvscope.+",{_matcher("model", model)}}} or ALERTS{{alertstate="firing",alertname=~"Kvscope.+",model=""}}'
+        rows = self._vector("query_range", query=query, start=_seconds(at[0]), end=_seconds(at[-1]), step=f"{step:.3f}")
+        found = []
+        for row in rows:
+            labels = {k: v for k, v in row["metric"].items() if k not in _OF_ALERT}
+            name, severity = row["metric"].get("alertname", ""), row["metric"].get("severity", "")
+            found += [Fired(name, severity, low, high, labels) for low, high in _spans(row["values"], step)]
+        return sorted(found, key=lambda each: each.start)
+
+    def engines(self, model: str) -> list[str]:
+        query = f"count by (engine) ({RUNNING}{{{_matcher('model', model)}}})"
+        return sorted(name for row in self._vector("query", query=query) if (name := row["metric"].get("engine", "")))
+
+    def exemplars(self, family: str, start: float, end: float, model: str) -> list[SlowRequest]:
+        query = f"{family}_bucket{{{_matcher('model', model)}}}"
+        found = []
+        for row in self._get("query_exemplars", query=query, start=f"{start:.3f}", end=f"{end:.3f}"):
+            labels = {k: v for k, v in row["seriesLabels"].items() if k not in ("__name__", "le", "model")}
+            found += [
+                SlowRequest(family, float(each["value"]), float(each["timestamp"]), each["labels"], labels)
+                for each in row["exemplars"]
+            ]
+        return sorted(found, key=lambda each: -each.seconds)
 
     def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
         wanted = signal_named(signal)
@@ -158,6 +182,17 @@ class PrometheusSource:
             f"{self._shown}/api/v1/{path} failed: {reason}.",
             next_step="Check that the address is that of a Prometheus server, and its log.",
         )
+
+
+def _spans(values: list[list[Any]], step: float) -> list[tuple[float, float]]:
+    """Spans of the times of `values` ([time, value] each) that are a step apart from each other."""
+    spans: list[tuple[float, float]] = []
+    for at in (float(value[0]) for value in values):
+        if spans and at - spans[-1][1] < 1.5 * step:
+            spans[-1] = (spans[-1][0], at)
+        else:
+            spans.append((at, at))
+    return spans
 
 
 def _seconds(milliseconds: int | np.integer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,6 +19,28 @@ LOOKBACK_SECONDS = 300.0
 ANY: Mapping[str, str] = MappingProxyType({})
 #: Points a read may ask for per series; more would only be thinned by the chart that shows them.
 MAX_POINTS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Fired:
+    """An alert that fired from `start` to `end` (Unix seconds). `labels` beyond its name and severity."""
+
+    name: str
+    severity: str
+    start: float
+    end: float
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One request that a latency histogram noted: `seconds` at Unix time `time`. `ids` may hold trace_id, span_id, request_id."""
+
+    family: str
+    seconds: float
+    time: float
+    ids: Mapping[str, str]
+    labels: Mapping[str, str]
 
 
 class SeriesSource(Protocol):
@@ -46,6 +69,16 @@ class SeriesSource(Protocol):
     def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
         """Stored forecasts of the signal by a forecast model ("prophet", "last_value"), by origin and time: columns of
         observability.store.forecasts.FRAME_COLUMNS plus the signal's labels."""
+
+    def alerts(self, start: float, end: float, model: str) -> list[Fired] | None:
+        """Alerts of kvscope that fired within [start, end] for the model, or for no model in particular; None where the source
+        evaluates no alerts."""
+
+    def engines(self, model: str) -> list[str]:
+        """The adapters (exporters.adapters.engines.TITLES) that made the series of the model; none for kvscope's own."""
+
+    def exemplars(self, family: str, start: float, end: float, model: str) -> list[SlowRequest] | None:
+        """Requests that the histogram `family` noted within [start, end], slowest first; None where the source keeps none."""
 
     def describe(self) -> str:
         """One line for people: what is read, and any restriction that matters."""

@@ -23,8 +23,8 @@ NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "hardware": "hardware"
 def check(browser: Browser, page: str, theme: str, width: int) -> None:
     """Every chart of the open page has data, nothing failed, it is in `theme` and as wide as the window."""
     browser.picture(f"app-{NAMES[page]}-{theme}-{width}")
+    wait_for(lambda: len(browser.charts()) == CHARTS[page], 10, "every chart stands once")
     charts = browser.charts()
-    assert len(charts) == CHARTS[page]
     for chart in charts:
         assert chart["traces"], chart
         assert max(chart["traces"]) >= 2, f"{chart['card']} is empty: {chart['traces']}"

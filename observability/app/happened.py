@@ -1,0 +1,75 @@
+"""Where marks come from: alerts that fired, changed engines, a file of marks, and objectives that burned where nothing evaluates alerts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from observability import catalog
+from observability.app.marks import Mark
+from observability.app.view import View
+from observability.errors import StoreError
+from observability.signals import BY_NAME
+from observability.store.source import Fired, SeriesSource
+
+ENGINES = BY_NAME["_".join(catalog.ENGINE.labels) + ":kvscope_engine:sum"]
+#: Most marks of one chart: more would hide the data.
+MAX_MARKS = 40
+
+
+def happened(source: SeriesSource, view: View) -> tuple[Mark, ...]:
+    """Deploys and incidents of the view, oldest first; none that the source cannot tell."""
+    marks: list[Mark] = []
+    with contextlib.suppress(StoreError):  # the page says itself when its source fails
+        marks += deploys(source, view)
+        marks += incidents(source.alerts(view.start, view.end, view.model) or ())
+    return tuple(sorted(marks, key=lambda mark: mark.start)[:MAX_MARKS])
+
+
+def incidents(fired: Sequence[Fired]) -> list[Mark]:
+    """One mark an alert name and time; alerts of info severity are none."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for alert in fired:
+        if alert.severity != "info":
+            spans.setdefault(alert.name, []).append((alert.start, alert.end))
+    return [
+        Mark("incident", low, high, name.removeprefix("Kvscope"))
+        for name, each in spans.items()
+        for low, high in joined(each)
+    ]
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """`spans` with those that overlap as one."""
+    out: list[tuple[float, float]] = []
+    for low, high in sorted(spans):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], high))
+        else:
+            out.append((low, high))
+    return out
+
+
+def deploys(source: SeriesSource, view: View) -> list[Mark]:
+    """The moments inside the view at which an engine appeared that differs from those before in version or setting."""
+    step = max(view.step, 60.0)
+    frame = source.range(ENGINES.name, view.start - step, view.end, step, view.where)
+    if frame.empty:
+        return []
+    described = [label for label in ENGINES.by if label not in ("model", "clock")]
+    first = frame.groupby(described)["time"].min().reset_index()
+    return [
+        Mark("deploy", row["time"].timestamp(), None, told(row, frame, described))
+        for row in first.to_dict("records")
+        if row["time"] > frame["time"].min()
+    ]
+
+
+def told(new: Mapping[Hashable, Any], frame: pd.DataFrame, described: list[str]) -> str:
+    """What is different about the engine `new` that was not there before its time: version 1.0 → 1.1."""
+    before = frame[frame["time"] < new["time"]].sort_values("time").iloc[-1]
+    parts = [f"{name} {before[name]} → {new[name]}" for name in described if before[name] != new[name]]
+    return ", ".join(parts).replace("_", " ")
