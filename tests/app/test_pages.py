@@ -119,7 +119,7 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
     for name, frame in rows.items():
         if "quantization" not in name:
             store.append(name, frame)
-    wait_for(lambda: len(browser.charts()) == charts, 40, "the page fills by itself")
+    wait_for(lambda: len(browser.charts()) == charts, 120, "the page fills by itself")
     model = browser.driver.find_element(By.CSS_SELECTOR, ".st-key-model input").get_attribute("value")
     assert model == synthetic.MODEL
     assert browser.count(".placeholder.absent") == 1, "what the source lacks is said"
@@ -135,17 +135,17 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
     assert scroll > 0
 
     path.rename(away)
-    wait_for(lambda: browser.status() == "down", 40, "the page says that the source is gone")
+    wait_for(lambda: browser.status() == "down", 120, "the page says that the source is gone")
     assert "There is no store at" in browser.text()
     assert browser.count(".banner.error[role=alert]") == 1
     assert len(browser.charts()) == charts, "what was last read is kept"
     browser.picture("app-source-gone", whole=False)
 
     away.rename(path)
-    wait_for(lambda: browser.status() in ("live", "stale"), 40, "the page goes on by itself")
-    wait_for(lambda: browser.count(".banner.error") == 0, 20, "the banner leaves")
+    wait_for(lambda: browser.status() in ("live", "stale"), 120, "the page goes on by itself")
+    wait_for(lambda: browser.count(".banner.error") == 0, 60, "the banner leaves")
     assert run("return window.marked") == 1, "the page was reloaded"
     assert abs(run("return document.querySelector('[data-testid=stMain]').scrollTop") - scroll) <= 2
-    wait_for(lambda: run(f"return !{CHART}.drawnBefore"), 40, "the chart is drawn anew")
+    wait_for(lambda: run(f"return !{CHART}.drawnBefore"), 120, "the chart is drawn anew")
     zoom = f"return {CHART}._fullLayout.xaxis.range.map(t => String(t).slice(0, 16))"
     wait_for(lambda: run(zoom) == ["2026-01-01 00:10", "2026-01-01 00:20"], 5, "the zoom is kept")
