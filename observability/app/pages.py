@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from observability.app import page_engines, page_forecast, page_hardware, page_kv, page_now, page_p99, page_trends
+from observability.app import (
+    page_engines,
+    page_forecast,
+    page_hardware,
+    page_kv,
+    page_now,
+    page_p99,
+    page_trends,
+    page_whatif,
+)
 from observability.app.ui import Context
 
 
@@ -27,5 +36,6 @@ PAGES = (
     AppPage("Hardware", "hardware", ":material/memory:", page_hardware.draw),
     AppPage("Trends", "trends", ":material/show_chart:", page_trends.draw),
     AppPage("Forecast", "forecast", ":material/trending_up:", page_forecast.draw),
+    AppPage("What if", "what-if", ":material/compare_arrows:", page_whatif.draw, without_data=True),
     AppPage("Engines", "engines", ":material/dns:", page_engines.draw, without_data=True),
 )
