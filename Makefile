@@ -6,7 +6,7 @@ VLLM   := .venv-vllm
 # setuptools warns that folders named as the packages go first in imports, which is what is wanted here.
 INSTALL = PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test test-vllm fuzz soak faults lint generate bench lock clean
+.PHONY: help demo test test-vllm fuzz soak faults lint generate bench bench-quick lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,13 +31,16 @@ faults: $(VENV)/.ready-test ## kill -9 of every process, 100 times at random mom
 	@KVSCOPE_KILLS=$(or $(KILLS),100) $(BIN)/pytest --timeout 7200 tests/faults/test_kill.py
 
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check && $(BIN)/python benchmarks/page.py --check
 
 generate: $(VENV)/.ready-test ## write boards, rules and docs/metrics.md again from catalogue and signals
-	@$(BIN)/kvscope generate
+	@$(BIN)/kvscope generate && $(BIN)/python benchmarks/page.py
 
-bench: $(VENV)/.ready-test ## what the performance claims are made with
-	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+bench: $(VENV)/.ready-test ## every benchmark in full, about an hour: benchmarks/results, docs/performance.md. BENCH_ARGS="--only engine"
+	@$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+bench-quick: $(VENV)/.ready-test ## every benchmark, short and less steady: ten minutes at most
+	@$(BIN)/python benchmarks/run.py --quick $(BENCH_ARGS)
 
 lock: $(VENV)/.ready-test ## write the versions of this environment to requirements.lock
 	@$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' > requirements.lock

@@ -54,11 +54,13 @@ def main() -> None:
     rows = []
     for name, (clock, cpu) in best.items():
         print(f"{name:44} {1e3 * clock:8.0f} ms {1e3 * cpu:8.0f} ms CPU {clock / python:8.1f} x python")
-        rows.append(Row(name, 1e3 * clock, "ms"))
-    base = best["typer and rich, which every command needs"][0]
-    ratio = best["import observability.cli"][0] / base
-    print(f"\nimport of the light package: {1e3 * best['import observability.cli'][0]:.0f} ms (target {TARGET_MS})")
-    rows.insert(0, Row("import observability.cli / typer and rich alone", ratio, "ratio"))
+        rows.append(Row(f"{name}, CPU", 1e3 * cpu, "ms"))
+    light, base = best["import observability.cli"], best["typer and rich, which every command needs"]
+    print(f"\nimport of the light package: {1e3 * light[0]:.0f} ms (target {TARGET_MS})")
+    rows.insert(0, Row("import observability.cli / typer and rich alone, CPU", light[1] / base[1], "ratio"))
+    rows.insert(
+        1, Row(f"import observability.cli / the {TARGET_MS} ms it may take", 1e3 * light[0] / TARGET_MS, "ratio")
+    )
     keep(
         options,
         rows,

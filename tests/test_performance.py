@@ -1,0 +1,44 @@
+"""docs/performance.md is what the kept results make, and the results cover every benchmark, each with settings and machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPO
+
+FOLDER = REPO / "benchmarks"
+SHARED = {"figures", "page", "run"}
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
+RUNS = [run for file in sorted((FOLDER / "results").glob("*.json")) for run in json.loads(file.read_text())["runs"]]
+
+
+def test_the_page_is_what_the_results_make() -> None:
+    done = subprocess.run([sys.executable, FOLDER / "page.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_benchmark_has_figures_or_a_reason_and_none_that_is_gone_has() -> None:
+    assert {run["benchmark"] for run in RUNS} == set(NAMES)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "left_out" not in run], ids=lambda run: run["benchmark"])
+def test_a_run_names_its_command_settings_and_machine(run: dict[str, object]) -> None:
+    machine, rows = run["machine"], run["rows"]
+    assert isinstance(machine, dict)
+    assert {"processor", "cores", "memory_gib", "python", "packages"} <= set(machine)
+    assert str(run["command"]).startswith(f"python benchmarks/{run['benchmark']}.py")
+    assert ("--quick" in str(run["command"])) == run["quick"]
+    assert rows
+    page = (REPO / "docs/performance.md").read_text()
+    assert str(run["command"]) in page or any(r["benchmark"] == run["benchmark"] and not r["quick"] for r in RUNS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_has_the_common_options(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text()
+    assert "Parser(__doc__, quick=" in source
+    assert "keep(" in source
