@@ -18,8 +18,9 @@ Examples:
 
 
 def generated_files() -> dict[str, str]:
-    """Path below the repository -> text: boards, rules, the kustomize base, the references of metrics and adapters."""
+    """Path below the repository -> text: boards, rules, the kustomize base, the references of metrics, signals, alerts and adapters."""
     from alerts import grafana
+    from alerts import reference as derived
     from dashboards import kubernetes
     from exporters.adapters.reference import page
     from observability.cli import boards, rules
@@ -28,6 +29,8 @@ def generated_files() -> dict[str, str]:
     made, rule_files = boards.files(), rules.files()
     out = {f"dashboards/generated/{name}": text for name, text in made.items()}
     out["docs/metrics.md"] = reference()
+    out["docs/signals.md"] = derived.signals_page()
+    out["docs/alerts.md"] = derived.alerts_page()
     out |= {f"alerts/generated/{name}": text for name, text in rule_files.items()}
     out["alerts/generated/grafana/kvscope-alerts.yml"] = grafana.provisioning_file()
     out |= kubernetes.files({name: rule_files[name] for name in (rules.RECORDING, rules.ALERTS)}, made)
