@@ -72,6 +72,27 @@ ALERTS: tuple[Alert, ...] = (
         board="forecast",
     ),
     Alert(
+        name="KvscopeKVRoomPredictedGone",
+        severity="warning",
+        # where the pool as a whole runs full, KvscopeKVExhaustionPredicted says it
+        expr=(
+            f'{BREACH}{{limit="kv_room",horizon="60m"}} >= {LIKELY:g}\n'
+            f'and on (model) {AGE}{{signal="kv_free_requests"}} < {STALE_AFTER_SECONDS}\n'
+            f"unless on (model) model:kvscope_kv_free_requests:mean_length < {o.KV_ROOM_REQUESTS:g}\n"
+            f'unless on (model) {BREACH}{{limit="kv_exhaustion",horizon="60m"}} >= {LIKELY:g}'
+        ),
+        hold="11m",
+        keep_firing="10m",
+        summary="Within the hour the free KV is likely to be too small for one more request.",
+        description=(
+            "Two forecasts in a row give {{ $value | humanizePercentage }} for the free KV of {{ $labels.model }} being too small for another "
+            "request of the present mean length at some time of the next hour."
+        ),
+        labels_kept=("model", "signal", "limit", "horizon"),
+        area="forecasts",
+        board="forecast",
+    ),
+    Alert(
         name="KvscopeForecastStale",
         severity="warning",
         expr=f'{RUN_AGE} > {STALE_AFTER_SECONDS}\nor up{{job="{FORECAST_JOB}"}} == 0',

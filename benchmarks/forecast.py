@@ -30,7 +30,7 @@ from observability.cli._terminal import progress_bar  # noqa: E402
 from observability.forecast.calibration import calibrate  # noqa: E402
 from observability.forecast.draft import ahead  # noqa: E402
 from observability.forecast.limits import Limit  # noqa: E402
-from observability.forecast.models import _usual, finished, forecast, presentable  # noqa: E402
+from observability.forecast.models import finished, forecast, presentable, usually  # noqa: E402
 from observability.forecast.pooled import Network, load, pooled, save, train  # noqa: E402
 from observability.forecast.series import FORECAST_SIGNALS, GridSeries, Window, window  # noqa: E402
 from observability.forecast.stack import fill  # noqa: E402
@@ -118,7 +118,7 @@ def run(path: Path, model: str, every: int, folder: Path) -> dict[str, Any]:
     series = series_of(path)
     first = series.values[:WEEK]
     limits = [Limit(f"q{share:g}", float(np.nanquantile(first, share / 100))) for share in THRESHOLDS]
-    base = {limit.name: float(_usual(np.append(first, -np.inf), limit.value)[-1]) for limit in limits}
+    base = {limit.name: float(usually(np.append(first, -np.inf), limit)[-1]) for limit in limits}
     step = max(every, 6 * SLOW.get(model, 0))
     places, tables, seconds = [], [], 0.0
     made: list[Forecast] = []
@@ -152,7 +152,7 @@ def run(path: Path, model: str, every: int, folder: Path) -> dict[str, Any]:
             came = came_all[place]
             for limit, said in zip(limits, one.breaches, strict=True):
                 if series.values[place] <= limit.value and np.isfinite(came).all():
-                    alike = float(_usual(seen.values, limit.value)[-1])
+                    alike = float(usually(seen.values, limit)[-1])
                     happened = float((came > limit.value).any())
                     chances[limit.name].append((said.raw[-1], said.chance, base[limit.name], alike, happened))
         seconds += cpu_seconds() - start

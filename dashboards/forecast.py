@@ -9,6 +9,7 @@ from dashboards.shared import KV_EXHAUSTED, LINES, MODEL, QUEUE_GROWING, about, 
 from observability import objectives as o
 
 PREDICTED, OLD, OFF = "KvscopeKVExhaustionPredicted", "KvscopeForecastStale", "KvscopeForecastCoverageOff"
+NO_ROOM = "KvscopeKVRoomPredictedGone"
 NOT_SERVED = "No forecasts: `kvscope forecast --serve` is not scraped, or its history is too short"
 
 #: The board reaches into the future, where an instant query finds nothing: panels of one value end now instead.
@@ -19,7 +20,7 @@ _SHOWN = (
     ("requests", "model:kvscope_requests_received:rate5m", "the load", "reqps", QUEUE_GROWING),
     ("kv_usage", "model:kvscope_kv_usage:ratio", "KV use", "percentunit", PREDICTED),
     ("kv_free_tokens", "model:kvscope_kv_free_tokens:sum", "free KV tokens", "short", KV_EXHAUSTED),
-    ("kv_free_requests", "model:kvscope_kv_free_requests:mean_length", "room for requests", "short", KV_EXHAUSTED),
+    ("kv_free_requests", "model:kvscope_kv_free_requests:mean_length", "room for requests", "short", NO_ROOM),
     ("queue", "model:kvscope_requests_waiting:sum", "the queue", "short", QUEUE_GROWING),
     ("ttft_p99", f"model:{o.TTFT.family.name}:p99_5m", "time to first token, p99", "s", "KvscopeTTFTBudgetBurn"),
     ("e2e_p99", f"model:{o.E2E.family.name}:p99_5m", "request duration, p99", "s", "KvscopeDurationBudgetBurn"),
@@ -89,7 +90,7 @@ def likely() -> Section:
         **about(
             PREDICTED,
             "How likely is each limit passed within the hour?",
-            "Chance that the signal goes above the limit at some time of the next hour, by model: an objective's threshold, KV use of "
+            "Chance that the signal passes the limit at some time of the next hour, by model: an objective's threshold, KV use of "
             f"{o.KV_USAGE_WARNING * 100:g} % and {o.KV_USAGE_CRITICAL * 100:g} %. Calibrated on what came of earlier chances. From "
             f"{f.LIKELY * 100:g} % for exhaustion, {PREDICTED} fires.",
         ),

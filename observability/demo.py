@@ -24,6 +24,7 @@ class DemoSettings:
     model: str
     engine_port: int
     app_port: int
+    forecast_port: int
     days: float
     load: bool
 
@@ -36,6 +37,7 @@ def run_demo(settings: DemoSettings) -> None:
     data_dir.mkdir(parents=True, exist_ok=True)
     check_port_free(HOST, settings.engine_port, "The engine")
     check_port_free(HOST, settings.app_port, "The app")
+    check_port_free(HOST, settings.forecast_port, "The forecasts")
     engine_url, app_url = f"http://{HOST}:{settings.engine_port}", f"http://{HOST}:{settings.app_port}"
     started = time.monotonic()
     with Supervisor(data_dir / "logs") as supervisor:
@@ -44,7 +46,15 @@ def run_demo(settings: DemoSettings) -> None:
             for service in _services(settings, store, engine_url, app_url):
                 with console.status(f"Starting {service.name} ..."):
                     supervisor.start(service)
-            _announce(console, engine_url, app_url, store, data_dir / "logs", time.monotonic() - started)
+            _announce(
+                console,
+                engine_url,
+                app_url,
+                settings.forecast_port,
+                store,
+                data_dir / "logs",
+                time.monotonic() - started,
+            )
             supervisor.watch()
         except KeyboardInterrupt:
             pass
@@ -84,7 +94,22 @@ def _services(settings: DemoSettings, store: Path, engine_url: str, app_url: str
             ready_url=f"{engine_url}/health",
         ),
         Service("recorder", (*kvscope, "record", "--url", f"{engine_url}/metrics", "--store", str(store))),
-        Service("forecasts", (*kvscope, "forecast", "--store", str(store), "--every", "10m")),
+        Service(
+            "forecasts",
+            (
+                *kvscope,
+                "forecast",
+                "--store",
+                str(store),
+                "--every",
+                "10m",
+                "--serve",
+                "--host",
+                HOST,
+                "--port",
+                str(settings.forecast_port),
+            ),
+        ),
         Service(
             "app",
             (
@@ -106,11 +131,14 @@ def _services(settings: DemoSettings, store: Path, engine_url: str, app_url: str
     return services
 
 
-def _announce(console: Console, engine_url: str, app_url: str, store: Path, logs: Path, seconds: float) -> None:
+def _announce(
+    console: Console, engine_url: str, app_url: str, forecast_port: int, store: Path, logs: Path, seconds: float
+) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_row("App", app_url)
     table.add_row("OpenAI endpoint", f"{engine_url}/v1")
     table.add_row("Metrics", f"{engine_url}/metrics")
+    table.add_row("Forecasts", f"http://{HOST}:{forecast_port}/metrics")
     table.add_row("History", str(store))
     table.add_row("Logs", str(logs))
     console.print(f"[bold]kvscope is running[/bold] after {seconds:.0f} s. Ctrl-C stops all of it.")

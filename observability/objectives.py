@@ -200,6 +200,8 @@ TTFT, ITL, E2E = LATENCY_OBJECTIVES
 #: Share of the KV pool held by running requests above which the next long prompt is likely to wait or preempt.
 KV_USAGE_WARNING = 0.85
 KV_USAGE_CRITICAL = 0.95
+#: Fewer requests of the present mean length than this fit into the free KV: the next one waits.
+KV_ROOM_REQUESTS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

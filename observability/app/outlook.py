@@ -18,7 +18,15 @@ from observability.forecast.quality import BASELINE, QUALITY_SECONDS
 from observability.forecast.series import READ_STEP, grid_step, on_grid
 from observability.objectives import TTFT
 from observability.signals import Signal
-from observability.store.forecasts import HORIZON_STEPS, MODEL_TITLES, MODELS, Breach, level_column
+from observability.store.forecasts import (
+    HORIZON_STEPS,
+    MODEL_TITLES,
+    MODELS,
+    POOLED,
+    Breach,
+    level_column,
+    shared_origins,
+)
 from observability.store.source import SeriesSource
 
 FORECAST_SIGNALS = (REQUESTS, KV_USAGE, quantile_signal(TTFT, 0.99))
@@ -98,6 +106,12 @@ class Prospect:
     models: list[Outlook]
 
 
+def models_of(source: SeriesSource, view: View) -> list[str]:
+    """Models to choose from: those that always run, and the pooled one where it has said something."""
+    pooled = any(not source.forecasts(signal.name, view.where, POOLED).empty for signal in FORECAST_SIGNALS)
+    return [model for model in MODEL_TITLES if model != POOLED or pooled]
+
+
 def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     """`signal` as of the end of the view. The accuracy of the models is over the origins of the last three days from which
     every one of them made a forecast, so that it can be compared (as `kvscope forecast` does)."""
@@ -105,18 +119,21 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     start, now, since = (
         pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end, view.end - SCORED_SECONDS)
     )
-    stored = {model: source.forecasts(signal.name, view.where, model) for model in MODELS}
-    stored = {model: frame[frame["origin"] <= now] for model, frame in stored.items()}
-    made = [set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"]) for frame in stored.values()]
-    some = [origins for origins in made if origins]
-    shared = set.intersection(*some) if some else set()
+    stored = {model: source.forecasts(signal.name, view.where, model) for model in MODEL_TITLES}
+    stored = {
+        model: frame[frame["origin"] <= now] for model, frame in stored.items() if model in MODELS or not frame.empty
+    }
+    made = {
+        model: set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"])
+        for model, frame in stored.items()
+    }
+    shared = shared_origins(made)
     known = {
         model: frame[frame["step"] > 0].assign(actual=lambda each: each["time"].map(actual)) for model, frame in stored.items()
     }  # fmt: skip
     base = _shared(known[BASELINE], shared, view)
-    base_error = _error(base)
     models = [
-        _outlook(view, signal, model, frame, known[model], shared, base_error, actual) for model, frame in stored.items()
+        _outlook(view, signal, model, frame, known[model], shared, base, actual) for model, frame in stored.items()
     ]  # fmt: skip
     came = actual[actual.index > start]
     return Prospect(pd.DataFrame({"time": came.index, "value": came.to_numpy()}), models)
@@ -124,7 +141,7 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
 
 def _outlook(
     view: View, signal: Signal, model: str, stored: pd.DataFrame, known: pd.DataFrame, shared: set[pd.Timestamp],
-    base_error: float, actual: pd.Series,
+    base: pd.DataFrame, actual: pd.Series,
 ) -> Outlook:  # fmt: skip
     if stored.empty:
         return Outlook(signal, model, stored, stored, None, (), "", "", None)
@@ -137,7 +154,7 @@ def _outlook(
     return Outlook(
         signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
         str(first["note"]), str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
-        _lately(_shared(known, shared, view), base_error), tuple(first["breaches"]), chances(known, actual),
+        _lately(_shared(known, shared, view), base), tuple(first["breaches"]), chances(known, actual),
     )  # fmt: skip
 
 
@@ -151,9 +168,11 @@ def _error(known: pd.DataFrame) -> float:
     return float((known[MEDIAN] - known["actual"]).abs().mean())
 
 
-def _lately(known: pd.DataFrame, base_error: float) -> Lately | None:
+def _lately(known: pd.DataFrame, base: pd.DataFrame) -> Lately | None:
+    """Against the last value of the same origins."""
     if known.empty:
         return None
+    base_error = _error(base[base["origin"].isin(set(known["origin"]))])
     skill = 1.0 - _error(known) / base_error if base_error > 0 else None  # NaN is not above 0
     coverage = {
         share: float(known["actual"].between(known[low], known[high]).mean()) for share, (low, high) in BANDS.items()
@@ -163,15 +182,15 @@ def _lately(known: pd.DataFrame, base_error: float) -> Lately | None:
 
 def chances(known: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
     """Said chance and what `happened` (1 or 0) of each forecast and limit, where all steps of its hour were observed and the series
-    was not above the limit when it was made. `known`: rows with origin, breaches and actual."""
+    was not beyond the limit when it was made. `known`: rows with origin, breaches and actual."""
     rows = []
     for origin, steps in known.groupby("origin"):
         came, then = steps["actual"].to_numpy(), actual.get(origin, np.nan)
         if len(came) == HORIZON_STEPS and np.isfinite(came).all() and np.isfinite(then):
             rows += [
-                (each.chance, float(came.max() > each.limit))
+                (each.chance, float(each.passed(came).any()))
                 for each in steps["breaches"].iloc[0]
-                if then <= each.limit
+                if not each.passed(then)
             ]
     return pd.DataFrame(rows, columns=["chance", "happened"], dtype="float64")
 

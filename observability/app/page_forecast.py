@@ -44,9 +44,9 @@ NOTE = (
 
 
 def draw(context: Context) -> None:
-    """One card a signal: history, past forecasts, next hour, and both models side by side."""
+    """One card a signal: history, past forecasts, next hour, and the models side by side."""
     model = st.segmented_control(
-        "Forecast model", list(MODEL_TITLES), default=DEFAULT_MODEL, key="by", bind="query-params", required=True,
+        "Forecast model", outlook.models_of(context.source, context.view), default=DEFAULT_MODEL, key="by", bind="query-params", required=True,
         label_visibility="collapsed", format_func=MODEL_TITLES.__getitem__,
     )  # fmt: skip
     for column, signal in zip(st.columns(len(outlook.FORECAST_SIGNALS)), outlook.FORECAST_SIGNALS, strict=True):
@@ -91,7 +91,9 @@ def _forecast(context: Context, signal: Signal, model: str) -> Content:
     source, view = context.source, context.view
     prospect = outlook.prospect(source, view, signal)
     seen = prospect.models
-    chosen = next(each for each in seen if each.model == model)
+    chosen = next((each for each in seen if each.model == model), None)
+    if chosen is None:
+        return Content(absent=f"No forecast of this series by {MODEL_TITLES[model]} has been stored.")
     if all(each.origin is None for each in seen):
         if prospect.came.empty:
             return Content(absent=ui.why_absent(context, [signal]))
@@ -137,7 +139,7 @@ def limits_line(chosen: Outlook, now: float) -> str:
             left = chosen.origin + seconds - now
             when = f"within {max(1, math.ceil(left / 60))} min" if left > 0 else "now"
         said.append(
-            f"above {setting(each.limit, chosen.signal.unit)}: <b>{_chance(each.chance)}</b>, time until then {when}"
+            f"{'below' if each.below else 'above'} {setting(each.limit, chosen.signal.unit)}: <b>{_chance(each.chance)}</b>, time until then {when}"
         )
     return f'<p class="limits">{"<br>".join(said)}</p>'
 

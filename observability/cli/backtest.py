@@ -152,7 +152,7 @@ def _print(found: Study, plot: Path | None) -> None:
     out = Console(highlight=False)
     out.print(table)
     out.print(
-        f"Ratios are to the last value, below 1 is better. Brier skill: of the chance of going above {found.limit.value:.3g} "
+        f"Ratios are to the last value, below 1 is better. Brier skill: of the chance of going {'below' if found.limit.below else 'above'} {found.limit.value:.3g} "
         f"{series.signal.unit} ({found.limit.name}), above 0 is better than saying how often it came.",
         markup=False,
     )

@@ -19,6 +19,7 @@ def demo(
     model: Annotated[str, typer.Option(help="Model to serve: smollm2-135m, or a path.")] = "smollm2-135m",
     engine_port: Annotated[int, typer.Option(help="Port of the OpenAI endpoint and /metrics.")] = 8000,
     app_port: Annotated[int, typer.Option(help="Port of the app.")] = 8501,
+    forecast_port: Annotated[int, typer.Option(help="Port of the forecasts' /metrics.")] = 9402,
     days: Annotated[
         float, typer.Option(min=0.1, max=14, help="Days of simulated history made at the first start.")
     ] = 3.0,
@@ -33,5 +34,13 @@ def demo(
     from observability.demo import DemoSettings, run_demo
 
     run_demo(
-        DemoSettings(data_dir=data_dir, model=model, engine_port=engine_port, app_port=app_port, days=days, load=load)
+        DemoSettings(
+            data_dir=data_dir,
+            model=model,
+            engine_port=engine_port,
+            app_port=app_port,
+            forecast_port=forecast_port,
+            days=days,
+            load=load,
+        )
     )

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from observability.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from observability.forecast.pooled import Trained
     from observability.forecast.spread import Pool
     from observability.forecast.worker import Run
 
@@ -34,6 +37,10 @@ Examples:
   kvscope forecast --source prometheus:http://127.0.0.1:9090 --store ./forecasts.sqlite --every 10m
 
   kvscope forecast --every 10m --serve                    and as Prometheus metrics at http://127.0.0.1:9402/metrics
+
+  kvscope forecast --train                                train the pooled network on what is recorded, such as once a day from cron
+
+  kvscope forecast --every 10m --serve --model pooled     and serve its forecasts: half stack, half network
 
   kvscope forecast --jobs 8                               thousands of series: on 8 processes (--dask ADDRESS: on a Dask cluster)
 """
@@ -65,6 +72,19 @@ def forecast(
         list[str] | None,
         typer.Option("--signal", help=f"Forecast this alone; may be repeated: {', '.join(SIGNAL_NAMES)}."),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Train the pooled network on the recorded series and store its weights beside --store; forecasts nothing.",
+        ),
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Whose forecasts are served and alerted on: auto, prophet, last_value, seasonal_naive or pooled. All are made and stored."
+        ),
+    ] = "auto",
     serve: Annotated[
         bool,
         typer.Option(
@@ -105,13 +125,26 @@ def forecast(
     every_seconds = None if every is None else _every(every)
     names = _names(only or SIGNAL_NAMES)
     token = (token or "").strip() or None
+    _check_model(model)
+    if train:
+        if every_seconds is not None:
+            raise ConfigError(
+                "--train is done once.", next_step="Leave --every out; a running worker takes the new weights."
+            )
+        _train(source or str(path), path, names, as_json)
+        return
     if serve:
         _check_serving(every_seconds, host, token, insecure)
     with _quiet_end() if every_seconds else contextlib.nullcontext():
         from rich.console import Console
 
+        from observability.forecast.pooled import path_beside, trained_beside
         from observability.forecast.series import FORECAST_SIGNALS
         from observability.forecast.worker import open_pair, run_forever, run_once
+        from observability.store.forecasts import POOLED
+
+        def trained() -> Trained | None:
+            return trained_beside(path) if model == POOLED or path_beside(path).exists() else None
 
         signals = [FORECAST_SIGNALS[name] for name in names]
         console = Console(stderr=True, highlight=False)
@@ -119,13 +152,19 @@ def forecast(
         with _bar(console) as progress, contextlib.ExitStack() as ending:
             if every_seconds is None:
                 with pool() as executor:
-                    run = run_once(*open_pair(source or str(path), path), signals, progress=progress, pool=executor)
+                    run = run_once(
+                        *open_pair(source or str(path), path),
+                        signals,
+                        progress=progress,
+                        pool=executor,
+                        trained=trained(),
+                    )
             else:
-                publish, failed = _serve(ending, host, port, token) if serve else _unserved
+                publish, failed = _serve(ending, host, port, token, model) if serve else _unserved
                 report: Callable[[Run], None] = _print_json if as_json else lambda run: _print_line(console, run)
                 run_forever(
                     source or str(path), path, signals, every_seconds, report=report, progress=progress, publish=publish,
-                    failed=failed, pool=pool,
+                    failed=failed, pool=pool, trained=trained,
                     say=lambda text: console.print(text, markup=False, soft_wrap=True),
                 )  # fmt: skip
         if as_json:
@@ -134,10 +173,35 @@ def forecast(
             _print_table(run)
 
 
+def _check_model(model: str) -> None:
+    """Raises ConfigError."""
+    from observability.store.forecasts import MODEL_TITLES
+
+    if model not in MODEL_TITLES:
+        raise ConfigError(
+            f"--model {model!r} is not a forecast model.", next_step=f"Give one of {', '.join(MODEL_TITLES)}."
+        )
+
+
+def _train(source: str, path: Path, names: list[str], as_json: bool) -> None:
+    """Trains on what `source` holds and stores the weights beside the store at `path`. Raises StoreError, ServiceError, ConfigError."""
+    from observability.forecast.pooled import path_beside, save
+    from observability.forecast.series import FORECAST_SIGNALS
+    from observability.forecast.worker import train_once
+    from observability.store.open import open_source
+
+    network = train_once(open_source(source), [FORECAST_SIGNALS[name] for name in names])
+    file = path_beside(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save(network, file)
+    told = {"file": str(file), "series": network.series, "examples": network.examples, "until": _moment(network.until)}
+    text = f"Trained on {network.examples} hours of {network.series} series up to {told['until']}: {file}"
+    typer.echo(json.dumps(told) if as_json else text)
+
+
 def _check_serving(every_seconds: float | None, host: str, token: str | None, insecure: bool) -> None:
     """Raises ConfigError."""
     from observability.cli.serve import is_loopback
-    from observability.errors import ConfigError
 
     if every_seconds is None:
         raise ConfigError(
@@ -155,12 +219,12 @@ _Told = tuple["Callable[[Run], None]", "Callable[[], None]"]
 _unserved: _Told = (lambda run: None, lambda: None)
 
 
-def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None) -> _Told:
+def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None, model: str) -> _Told:
     """Serves what it is told, from a thread of its own, until `ending` closes. Raises ServiceError."""
     from exporters.forecast import ForecastMetrics
     from exporters.prometheus import start_exporter
 
-    metrics = ForecastMetrics()
+    metrics = ForecastMetrics(model)
     exporter = ending.enter_context(start_exporter(metrics, host, port, token=token))
     typer.echo(f"Forecast metrics at {exporter.url}; Ctrl-C ends it.", err=True)
     return metrics.publish, metrics.failed
@@ -168,7 +232,6 @@ def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None
 
 def _pool(jobs: int, address: str | None) -> Pool:
     """Who makes the forecasts. Raises ConfigError."""
-    from observability.errors import ConfigError
     from observability.forecast import spread
 
     if address is not None and jobs > 1:
@@ -180,8 +243,6 @@ def _pool(jobs: int, address: str | None) -> Pool:
 
 def _every(text: str) -> float:
     """Seconds of `10m` or `1h`. Raises ConfigError."""
-    from observability.errors import ConfigError
-
     match = re.fullmatch(r"(\d{1,4})([mh])", text.strip())
     seconds = int(match[1]) * _UNIT_SECONDS[match[2]] if match else 0
     if seconds == 0 or seconds % 600 or 86400 % seconds:
@@ -194,8 +255,6 @@ def _every(text: str) -> float:
 
 def _names(only: list[str] | tuple[str, ...]) -> list[str]:
     """The signals asked for, each once, in the order of SIGNAL_NAMES. Raises ConfigError."""
-    from observability.errors import ConfigError
-
     for name in only:
         if name not in SIGNAL_NAMES:
             raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from observability.forecast.series import DAY_SECONDS, GridSeries, window
-from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast, Score
+from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast, Score, shared_origins
 
 HINDCAST_EVERY_SECONDS = 3600.0
 HINDCAST_SECONDS = DAY_SECONDS
@@ -29,14 +29,13 @@ def hindcast_origins(series: GridSeries, now: float) -> list[float]:
 
 
 def scores(series: GridSeries, now: float, forecasts: Mapping[str, Sequence[Forecast]]) -> list[Score]:
-    """One score a model over SCORED_SECONDS before `now`, all on the origins that every model with forecasts has one for."""
+    """One score a model over SCORED_SECONDS before `now`, all on shared_origins."""
     actual = dict(zip(series.ends.tolist(), series.values.tolist(), strict=True))
     made = {
         model: {f.origin: f for f in each if not f.refused and f.origin > now - SCORED_SECONDS}
         for model, each in forecasts.items()
     }
-    some = [set(each) for each in made.values() if each]
-    shared = sorted(set.intersection(*some)) if some else []
+    shared = sorted(shared_origins(made))
     return [
         _score(model, [each[origin] for origin in shared if origin in each], actual) for model, each in made.items()
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from observability.forecast.series import GridSeries
-from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast
+from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Breach, Forecast
 
 #: The logarithm of the factor moves by this much in an hour for each unit by which the share of outcomes outside the 95 %
 #: interval differs from 5 %: within a day from a wrong start. Over 25 series and 4,164 hourly origins 0.1 leaves the worst
@@ -64,14 +64,14 @@ def calibrate(series: GridSeries, stored: Sequence[Forecast], now: float) -> Cal
             previous = each.origin
     raw = np.array([limit.raw[-1] for each in made for limit in each.breaches])
     passed = np.array(
-        [_passed(actual, limit.limit) for each, actual in zip(made, came, strict=True) for limit in each.breaches]
+        [_passed(actual, limit) for each, actual in zip(made, came, strict=True) for limit in each.breaches]
     )
     return Calibration(float(np.exp(logarithm)), _chance(raw, passed))
 
 
-def _passed(actual: np.ndarray, limit: float) -> float:
-    """Whether one of the steps was above: 1 or 0; NaN when that is not known."""
-    if (actual > limit).any():
+def _passed(actual: np.ndarray, limit: Breach) -> float:
+    """Whether one of the steps was beyond: 1 or 0; NaN when that is not known."""
+    if limit.passed(actual).any():
         return 1.0
     return 0.0 if np.isfinite(actual).all() else np.nan
 

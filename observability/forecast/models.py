@@ -10,11 +10,12 @@ from observability.forecast.calibration import UNCALIBRATED, Calibration
 from observability.forecast.draft import Draft, ahead
 from observability.forecast.last_value import last_value, seasonal_naive
 from observability.forecast.limits import LIMITS, Limit
+from observability.forecast.pooled import NOT_TRAINED, Trained, pooled_or_stack
 from observability.forecast.prophet_model import FitError, prophet_ar1
 from observability.forecast.series import Window
 from observability.forecast.stack import stack
 from observability.signals import Signal
-from observability.store.forecasts import HORIZON_STEPS, LEVELS, Breach, Forecast
+from observability.store.forecasts import HORIZON_STEPS, LEVELS, POOLED, Breach, Forecast, beyond
 
 #: Half the least width of a 95 % interval, by unit: one request in 10 minutes; a tenth of a percent; a millisecond ...
 #: Below it a constant series would be promised exactly.
@@ -36,26 +37,27 @@ def forecast(
     *,
     limits: Sequence[Limit] | None = None,
     hindcast: bool = False,
+    trained: Trained = NOT_TRAINED,
 ) -> Forecast:
-    """The forecast by one of store.forecasts.MODELS, or its refusal with the reason. `limits`: whose crossing is looked for,
-    by default those of the signal. Whatever a model does with a series ends here."""
+    """The forecast by one of store.forecasts.MODELS or, with what was `trained`, the pooled one; or its refusal with the reason. `limits`:
+    whose crossing is looked for, by default those of the signal. Whatever a model does with a series ends here."""
     if window.refused:
         return _refusal(window, model, window.refused, hindcast)
     try:
-        draft = _RUN[model](window)
+        draft = pooled_or_stack(trained, window) if model == POOLED else _RUN[model](window)
     except FitError as error:
         return _refusal(window, model, error.reason, hindcast)
     return finished(window, model, draft, calibration, limits=limits, hindcast=hindcast)
 
 
 def forecast_many(
-    windows: Iterable[tuple[Window, Calibration]], model: str, *, hindcast: bool = False
+    windows: Iterable[tuple[Window, Calibration]], model: str, *, hindcast: bool = False, trained: Trained = NOT_TRAINED
 ) -> Iterator[Forecast]:
     """A forecast of each window, in order, each as soon as it is made. One that fails is a refusal with the reason and does not
     stop the others."""
     for window, calibration in windows:
         try:
-            yield forecast(window, model, calibration, hindcast=hindcast)
+            yield forecast(window, model, calibration, hindcast=hindcast, trained=trained)
         except Exception as error:  # of a library, on a series nobody thought of
             yield _refusal(window, model, f"{model} failed: {type(error).__name__}: {error}", hindcast)
 
@@ -104,27 +106,27 @@ def presentable(quantiles: np.ndarray, signal: Signal) -> np.ndarray:
 
 
 def breach(limit: Limit, paths: np.ndarray, quantiles: np.ndarray, window: Window, calibration: Calibration) -> Breach:
-    """Chance of being above `limit` by each step: the share of `paths` [paths, HORIZON_STEPS] that have been, drawn towards how
+    """Chance of being beyond `limit` by each step: the share of `paths` [paths, HORIZON_STEPS] that have been, drawn towards how
     often the series was in such an hour by the weight of half a path, then as outcomes bear it out. Without paths: the largest of the steps' own chances."""
     if len(paths):
-        passed = np.logical_or.accumulate(paths > limit.value, axis=1)
+        passed = np.logical_or.accumulate(beyond(paths, limit.value, limit.below), axis=1)
         share = passed.mean(axis=0)
     else:
-        share = np.array([1.0 - np.interp(limit.value, row, LEVELS, left=0.0, right=1.0) for row in quantiles])
-        share = np.maximum.accumulate(share)
-    usual = _usual(window.values, limit.value)
+        under = np.array([np.interp(limit.value, row, LEVELS, left=0.0, right=1.0) for row in quantiles])
+        share = np.maximum.accumulate(under if limit.below else 1.0 - under)
+    usual = usually(window.values, limit)
     raw = (len(paths) * share + 0.5 * usual) / (len(paths) + 0.5)
     said = tuple(np.clip(raw, 0.0, 1.0).tolist())
-    return Breach(limit.name, limit.value, said, calibration.trusted(said))
+    return Breach(limit.name, limit.value, said, calibration.trusted(said), limit.below)
 
 
-def _usual(values: np.ndarray, limit: float) -> np.ndarray:
-    """How often the limit was passed within h steps from where the series is now, below or above it [HORIZON_STEPS]."""
-    above = values > limit  # False where absent
-    alike = np.isfinite(values) & (above == above[-1])
+def usually(values: np.ndarray, limit: Limit) -> np.ndarray:
+    """How often the limit was passed within h steps from where the series is now, before or beyond it [HORIZON_STEPS]."""
+    already = beyond(values, limit.value, limit.below)
+    alike = np.isfinite(values) & (already == already[-1])
     alike[-1] = False
-    passed = np.logical_or.accumulate(np.nan_to_num(ahead(values), nan=-np.inf) > limit, axis=1)
-    return passed[alike].mean(axis=0) if alike.any() else np.full(HORIZON_STEPS, float(above[-1]))
+    passed = np.logical_or.accumulate(beyond(ahead(values), limit.value, limit.below), axis=1)
+    return passed[alike].mean(axis=0) if alike.any() else np.full(HORIZON_STEPS, float(already[-1]))
 
 
 def _refusal(window: Window, model: str, reason: str, hindcast: bool) -> Forecast:

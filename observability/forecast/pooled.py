@@ -22,7 +22,7 @@ from observability.errors import ConfigError, KvscopeError
 from observability.forecast.draft import Draft
 from observability.forecast.members import DAY, REGRESSION_STEPS, delayed, features, trailing_mean
 from observability.forecast.series import GridSeries, Window, window
-from observability.forecast.stack import Hindsight, hindsight, spread
+from observability.forecast.stack import Hindsight, hindsight, spread, stack
 from observability.store.forecasts import HORIZON_STEPS, LEVELS
 
 SEED = 20261
@@ -71,6 +71,11 @@ class Network:
         return np.sort((x @ self.w3 + self.b3).reshape(-1, HORIZON_STEPS, len(LEVELS)), axis=2)
 
 
+#: A trained network, or the reason why there is none.
+Trained = Network | str
+NOT_TRAINED = "no pooled model was trained; `kvscope forecast --train` does it"
+
+
 def inputs(seen: Hindsight) -> np.ndarray:
     """[steps, features] of a window, each looking back only, in units of the error to be expected; large ones compressed."""
     filled, scale = seen.filled, seen.scale
@@ -110,6 +115,17 @@ def pooled(network: Network, seen: Window) -> Draft:
     return Draft(quantiles, alone.paths + moved)
 
 
+def pooled_or_stack(trained: Trained, seen: Window) -> Draft:
+    """What the trained network says of the hour after `seen`; where there is none, or it cannot speak of it, the stack alone, with why."""
+    try:
+        if isinstance(trained, str):
+            raise PooledError(trained)
+        return pooled(trained, seen)
+    except PooledError as error:
+        alone = stack(seen)
+        return alone._replace(fallback="; ".join(filter(None, (f"the stack alone: {error.reason}", alone.fallback))))
+
+
 def train(found: Sequence[GridSeries], until: float) -> Network:
     """Learns from what was observed of all series up to `until` (Unix seconds). The same series give the same weights. Raises
     ConfigError where there is too little."""
@@ -130,6 +146,15 @@ def train(found: Sequence[GridSeries], until: float) -> Network:
 def path_beside(store: Path) -> Path:
     """Where the trained model of the store at `store` lies."""
     return store.with_name(store.name + ".pooled.npz")
+
+
+def trained_beside(store: Path) -> Trained:
+    """The model trained for the store at `store`, or why there is none."""
+    path = path_beside(store)
+    try:
+        return load(path) if path.exists() else NOT_TRAINED
+    except ConfigError as error:
+        return error.reason
 
 
 def save(network: Network, path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from observability.catalog import FORECAST_BANDS
 from observability.forecast.calibration import outcomes
 from observability.forecast.series import DAY_SECONDS, GridSeries
-from observability.store.forecasts import Forecast
+from observability.store.forecasts import Forecast, shared_origins
 
 QUALITY_SECONDS = DAY_SECONDS
 #: What skill is measured against.
@@ -22,7 +22,7 @@ BASELINE = "last_value"
 class Quality:
     """Of one model's forecasts of one series. `mae`: mean distance of the median from what came, in the signal's unit. `skill`: 1 - mae over
     that of the last value, NaN where that is 0 or was not made. `coverage`: share of `targets` inside each central band of
-    FORECAST_BANDS, by its percentage. All over the origins that every model has."""
+    FORECAST_BANDS, by its percentage. All over shared_origins."""
 
     model: str
     mae: float
@@ -38,26 +38,25 @@ def quality(series: GridSeries, now: float, forecasts: Mapping[str, Sequence[For
         model: {f.origin: f for f in each if not f.refused and f.origin > now - QUALITY_SECONDS}
         for model, each in forecasts.items()
     }
-    made = {model: each for model, each in made.items() if each}
-    origins = sorted(set.intersection(*map(set, made.values()))) if made else []
-    if not origins:
-        return ()
-    came = outcomes(series, np.array(origins))
-    seen = np.isfinite(came)
-    if not seen.any():
-        return ()
-    errors = {
-        model: float(np.abs(np.array([each[o].median for o in origins]) - came)[seen].mean())
-        for model, each in made.items()
-    }
-    base = errors.get(BASELINE, math.nan)
-    return tuple(
-        Quality(
-            model, errors[model], 1.0 - errors[model] / base if base else math.nan,
-            {band: _covered([each[o] for o in origins], came, band) for band in FORECAST_BANDS}, int(seen.sum()),
-        )
-        for model, each in made.items()
-    )  # fmt: skip
+    shared = shared_origins(made)
+    found = []
+    for model, each in made.items():
+        origins = sorted(shared & each.keys())
+        came = outcomes(series, np.array(origins)) if origins else np.empty(0)
+        seen = np.isfinite(came)
+        if not seen.any():
+            continue
+        mine = [each[origin] for origin in origins]
+        error, base = _error(mine, came), math.nan
+        if made.get(BASELINE) and shared <= made[BASELINE].keys():
+            base = _error([made[BASELINE][origin] for origin in origins], came)
+        covered = {band: _covered(mine, came, band) for band in FORECAST_BANDS}
+        found.append(Quality(model, error, 1.0 - error / base if base else math.nan, covered, int(seen.sum())))
+    return tuple(found)
+
+
+def _error(made: Sequence[Forecast], came: np.ndarray) -> float:
+    return float(np.nanmean(np.abs(np.array([each.median for each in made]) - came)))
 
 
 def _covered(forecasts: Sequence[Forecast], came: np.ndarray, band: int) -> float:

@@ -5,8 +5,8 @@ Absent is NaN, never 0: zeros written into gaps double the error of the next twe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -32,6 +32,8 @@ WINDOW_SECONDS = 7 * DAY_SECONDS
 READ_SECONDS = WINDOW_SECONDS + DAY_SECONDS
 READ_STEP = 60.0
 STALE_SECONDS = 1200.0
+#: A reading that is recorded later than this after its time is seen when everything is read anew.
+LATE_SECONDS = 3600.0
 #: Below this many observed steps nothing is forecast.
 MIN_OBSERVED = 12
 #: Below this a daily shape cannot be told from a trend, and few errors were seen.
@@ -103,6 +105,77 @@ def read_series(source: SeriesSource, signal: Signal, now: float, seconds: float
             newest = float(times[np.isfinite(values)].max())
             found.append(GridSeries(signal, labels, ends, means, newest, simulated))
     return found
+
+
+class SeriesReader:
+    """`read_series` again and again, of what is new: the last hour, in which readings may still come late. Everything is read anew once a
+    day, and when the spans that were simulated have changed, since then the past has. For one source, which may be opened anew."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+
+    def read(self, source: SeriesSource, signal: Signal, now: float) -> list[GridSeries]:
+        """As read_series(source, signal, now). Raises StoreError."""
+        end = grid_step(now)
+        start = end - READ_SECONDS
+        kept = self._kept.get(signal.name)
+        simulated = tuple(source.simulated(start, end))
+        if kept is None or not kept.holds(now, simulated):
+            found = read_series(source, signal, now)
+            self._kept[signal.name] = _Kept(end, now, simulated, found)
+            return found
+        cut = kept.end - LATE_SECONDS
+        new = {_key(series): series for series in read_series(source, signal, now, end - cut)}
+        found = [
+            joined
+            for series in kept.series
+            if (joined := _joined(series, new.pop(_key(series), None), cut, start, end))
+        ]
+        found += [joined for series in new.values() if (joined := _joined(None, series, cut, start, end))]
+        found = [replace(series, simulated=simulated) for series in sorted(found, key=_key)]
+        self._kept[signal.name] = replace(kept, end=end, simulated=simulated, series=found)
+        return found
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The series of one signal, and what they were read from."""
+
+    end: float
+    whole_at: float  # when all of it was read
+    simulated: tuple[tuple[float, float], ...]
+    series: list[GridSeries]
+
+    def holds(self, now: float, simulated: tuple[tuple[float, float], ...]) -> bool:
+        start, cut = grid_step(now) - READ_SECONDS, self.end - LATE_SECONDS
+        return self.whole_at <= now <= self.whole_at + DAY_SECONDS and _clipped(self.simulated, start, cut) == _clipped(
+            simulated, start, cut
+        )
+
+
+def _clipped(spans: Iterable[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    return [(max(a, start), min(b, end)) for a, b in spans if b > start and a < end]
+
+
+def _key(series: GridSeries) -> tuple[str, ...]:
+    return tuple(series.labels[name] for name in series.signal.by)
+
+
+def _joined(old: GridSeries | None, new: GridSeries | None, cut: float, start: float, end: float) -> GridSeries | None:
+    """`old` up to `cut` and `new` from there, on the grid of (start, end]; None: nothing was observed."""
+    ends = start + STEP_SECONDS * np.arange(1, round((end - start) / STEP_SECONDS) + 1, dtype=np.float64)
+    values = np.full(len(ends), np.nan)
+    newest = -np.inf
+    for part, kept in ((old, lambda at: at <= cut), (new, lambda at: at > cut)):
+        if part is not None:
+            inside = kept(part.ends) & (part.ends > start) & (part.ends <= end)
+            place = np.round((part.ends[inside] - start) / STEP_SECONDS).astype(np.int64) - 1
+            values[place] = part.values[inside]
+            newest = max(newest, part.newest)
+    either = new or old
+    if either is None or newest <= start:
+        return None
+    return GridSeries(either.signal, either.labels, ends, values, newest)
 
 
 def within_bounds(values: np.ndarray, signal: Signal) -> np.ndarray:

@@ -17,6 +17,7 @@ from itertools import islice
 from observability.errors import ConfigError, ServiceError
 from observability.forecast.calibration import Calibration
 from observability.forecast.models import forecast_many
+from observability.forecast.pooled import NOT_TRAINED, Trained
 from observability.forecast.series import Window
 from observability.store.forecasts import Forecast
 
@@ -36,8 +37,11 @@ def in_this_process() -> contextlib.AbstractContextManager[Executor | None]:
 
 
 def processes(count: int) -> Pool:
-    """Processes of this machine, started anew for each run: one that was killed spoils one run."""
-    return lambda: ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    """Processes of this machine, started anew for each run: one that was killed spoils one run. They are forked off a process that has
+    done the imports, a second of work that each would begin with."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return lambda: ProcessPoolExecutor(count, mp_context=context)
 
 
 def dask(address: str) -> Pool:
@@ -65,16 +69,18 @@ def dask(address: str) -> Pool:
     return connected
 
 
-def spread(work: Iterable[Work], model: str, pool: Executor | None) -> Iterator[Forecast]:
+def spread(
+    work: Iterable[Work], model: str, pool: Executor | None, trained: Trained = NOT_TRAINED
+) -> Iterator[Forecast]:
     """A forecast of each window, in order. One that fails, alone or with its process, is a refusal with the reason."""
     if pool is None:
-        yield from forecast_many(work, model)
+        yield from forecast_many(work, model, trained=trained)
         return
     under_way: deque[tuple[Sequence[Work], Future[list[Forecast]]]] = deque()
     rest = iter(work)
     while chunk := list(islice(rest, CHUNK)):
         try:
-            future = pool.submit(_chunk, chunk, model)
+            future = pool.submit(_chunk, chunk, model, trained)
         except BrokenExecutor as error:
             future = Future()
             future.set_exception(error)
@@ -85,8 +91,8 @@ def spread(work: Iterable[Work], model: str, pool: Executor | None) -> Iterator[
         yield from _result(*under_way.popleft(), model)
 
 
-def _chunk(work: Sequence[Work], model: str) -> list[Forecast]:
-    return list(forecast_many(work, model))
+def _chunk(work: Sequence[Work], model: str, trained: Trained) -> list[Forecast]:
+    return list(forecast_many(work, model, trained=trained))
 
 
 def _result(work: Sequence[Work], future: Future[list[Forecast]], model: str) -> Iterator[Forecast]:

@@ -24,7 +24,7 @@ from observability.forecast.models import forecast
 from observability.forecast.quality import BASELINE
 from observability.forecast.series import DAY_SECONDS, MIN_OBSERVED, GridSeries, on_grid, window, within_bounds
 from observability.signals import Signal
-from observability.store.forecasts import LEVELS, STEP_SECONDS, Forecast
+from observability.store.forecasts import LEVELS, STEP_SECONDS, Forecast, beyond
 
 #: Hours of history before the first origin; below a day nothing of a daily shape can be learned.
 WARM_UP_SECONDS = DAY_SECONDS
@@ -189,8 +189,8 @@ def study(
 
 
 def _limit(series: GridSeries, origins: Sequence[float], came: np.ndarray, limits: Iterable[Limit]) -> Limit:
-    for limit in sorted(limits, key=lambda each: -each.value):
-        if (came > limit.value).any():
+    for limit in sorted(limits, key=lambda each: each.value if each.below else -each.value):
+        if beyond(came, limit.value, limit.below).any():
             return limit
     known = series.values[series.ends <= origins[0]]
     return Limit(f"q{_HIGH * 100:g}", float(np.nanquantile(known, _HIGH)))
@@ -229,12 +229,12 @@ def _crps(table: np.ndarray, came: np.ndarray) -> float:
 
 
 def _brier_skill(made: Sequence[Forecast], came: np.ndarray, series: GridSeries, limit: Limit) -> float:
-    """Of the chance to pass `limit` within the hour from below it: 1 - Brier score / that of saying how often it came."""
+    """Of the chance to pass `limit` within the hour from before it: 1 - Brier score / that of saying how often it came."""
     now = dict(zip(series.ends.tolist(), series.values.tolist(), strict=True))
     pairs = [
-        (one.breaches[0].chance, float((row > limit.value).any()))
+        (one.breaches[0].chance, float(beyond(row, limit.value, limit.below).any()))
         for one, row in zip(made, came, strict=True)
-        if now[one.origin] <= limit.value and np.isfinite(row).all()
+        if not beyond(np.array(now[one.origin]), limit.value, limit.below) and np.isfinite(row).all()
     ]
     if not pairs:
         return math.nan

@@ -6,6 +6,7 @@ A series on which anything fails is refused with the reason and stops no other.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -20,12 +21,13 @@ from observability.errors import ServiceError, StoreError
 from observability.forecast.backtest import SCORED_SECONDS, hindcast_origins, scores
 from observability.forecast.calibration import UNCALIBRATED, Calibration, calibrate
 from observability.forecast.models import forecast_many
-from observability.forecast.quality import QUALITY_SECONDS, Quality, quality
-from observability.forecast.series import GridSeries, Window, grid_step, read_series, window
+from observability.forecast.pooled import NOT_TRAINED, Network, Trained, train
+from observability.forecast.quality import Quality, quality
+from observability.forecast.series import READ_SECONDS, GridSeries, SeriesReader, Window, grid_step, read_series, window
 from observability.forecast.spread import Pool, in_this_process, spread
 from observability.signals import Signal
 from observability.store.embedded import EmbeddedStore, create
-from observability.store.forecasts import LEVELS, MODELS, Forecast, Score
+from observability.store.forecasts import LEVELS, MODEL_TITLES, MODELS, POOLED, Forecast, Score
 from observability.store.open import PROMETHEUS, open_source
 from observability.store.source import SeriesSource
 
@@ -80,23 +82,31 @@ def run_once(
     progress: Progress = lambda done, total: None,
     publish: Callable[[Run], None] = lambda run: None,
     pool: Executor | None = None,
+    trained: Trained | None = None,
+    reader: SeriesReader | None = None,
 ) -> Run:
-    """Forecasts every series of `signals` by every model and stores each as soon as it is made, on `pool` where there is one, and
+    """Forecasts every series of `signals` by every model, the pooled one where there is something `trained` (or the reason why not, which
+    its forecasts then say), and stores each as soon as it is made, on `pool` where there is one, and
     gives that to `publish`; then, until the time `until`, makes up for the forecasts that are missing in the last day. Raises
     StoreError; also when nothing was recorded yet."""
     started, now = time.monotonic(), clock()
-    found = [series for signal in signals for series in read_series(source, signal, now)]
+    reader = reader or SeriesReader()
+    found = [series for signal in signals for series in reader.read(source, signal, now)]
     if not found:
         raise StoreError(
             f"{source.describe()}: nothing was recorded in the last 8 days of {', '.join(s.name for s in signals)}.",
             next_step="Record an engine with `kvscope record`, or make a history with `kvscope history`.",
         )
-    made = tuple(_live(store, found, now, pool))
+    made = tuple(_live(store, found, now, pool, trained))
 
     def result(hindcasts: int) -> Run:
-        scored = tuple((series, tuple(_scores(store, series, now))) for series in found)
-        lately = tuple((series, _quality(store, series, now)) for series in found)
-        return Run(now, made, scored, hindcasts, time.monotonic() - started, lately)
+        scored, lately = [], []
+        for series in found:
+            stored = {model: _stored(store, series, model, now - SCORED_SECONDS) for model in MODEL_TITLES}
+            stored = {model: each for model, each in stored.items() if each or model in MODELS}
+            scored.append((series, tuple(scores(series, now, stored))))
+            lately.append((series, quality(series, now, stored)))
+        return Run(now, made, tuple(scored), hindcasts, time.monotonic() - started, tuple(lately))
 
     missing = _missing(store, found, now)
     if missing:
@@ -114,6 +124,12 @@ def run_once(
     return run
 
 
+def train_once(source: SeriesSource, signals: Sequence[Signal], *, clock: Callable[[], float] = time.time) -> Network:
+    """The pooled model of all series of `signals`, up to the last whole step. Raises StoreError, and ConfigError where there is too little."""
+    now = clock()
+    return train([series for signal in signals for series in read_series(source, signal, now)], grid_step(now))
+
+
 def run_forever(
     source_name: str,
     path: Path,
@@ -126,13 +142,15 @@ def run_forever(
     publish: Callable[[Run], None] = lambda run: None,
     failed: Callable[[], None] = lambda: None,
     pool: Pool = in_this_process,
+    trained: Callable[[], Trained | None] = lambda: None,
 ) -> None:
     """Runs now and then at each multiple of `every_seconds`, until interrupted. Waits for a store that does not exist yet or
-    holds nothing, and goes on after a failed run; `failed` is told of each, each reason is said once. Raises StoreError when the
+    holds nothing, and goes on after a failed run; asks before each what is `trained`; `failed` is told of each, each reason is said once. Raises StoreError when the
     store at `path` exists and is not ours."""
     said = ""
     opened = False
     refused_since = math.inf
+    reader, read_from = SeriesReader(), None
     while True:
         due = time.time() // every_seconds * every_seconds + every_seconds + SETTLE_SECONDS
         try:
@@ -140,8 +158,13 @@ def run_forever(
                 raise StoreError(f"{source_name} does not exist yet.")
             source, store = open_pair(source_name, path)
             opened = True
+            if (file := _identity(source_name)) != read_from:
+                reader, read_from = SeriesReader(), file
             with pool() as executor:
-                run = run_once(source, store, signals, until=due, progress=progress, publish=publish, pool=executor)
+                run = run_once(
+                    source, store, signals, until=due, progress=progress, publish=publish, pool=executor, trained=trained(),
+                    reader=reader,
+                )  # fmt: skip
             report(run)
             said = ""
         except (StoreError, ServiceError) as error:
@@ -169,12 +192,23 @@ def _is_there(source_name: str) -> bool:
     return source_name.startswith(PROMETHEUS) or Path(source_name).exists()
 
 
-def _live(store: EmbeddedStore, found: Sequence[GridSeries], now: float, pool: Executor | None) -> Iterator[Forecast]:
+def _identity(source_name: str) -> tuple[int, int] | None:
+    """Of a file: one that was replaced is another."""
+    if source_name.startswith(PROMETHEUS):
+        return None
+    found = os.stat(source_name)
+    return found.st_dev, found.st_ino
+
+
+def _live(
+    store: EmbeddedStore, found: Sequence[GridSeries], now: float, pool: Executor | None, trained: Trained | None
+) -> Iterator[Forecast]:
     """The quick models of all series first: something is there to see while Prophet loads."""
-    for model in sorted(MODELS, key=lambda name: name == "prophet"):
+    models = MODELS if trained is None else (*MODELS, POOLED)
+    for model in sorted(models, key=lambda name: name == "prophet"):
         unsaved: list[Forecast] = []
         saved = time.monotonic()
-        for one in spread((_work(store, series, model, now) for series in found), model, pool):
+        for one in spread((_work(store, series, model, now) for series in found), model, pool, trained or NOT_TRAINED):
             unsaved.append(one)
             if time.monotonic() - saved > WRITE_SECONDS:
                 store.add_forecasts(unsaved)
@@ -211,15 +245,9 @@ def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> l
 
 
 def _calibration(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> Calibration:
-    return calibrate(series, _stored(store, series, model, 0.0), now)
-
-
-def _quality(store: EmbeddedStore, series: GridSeries, now: float) -> tuple[Quality, ...]:
-    return quality(series, now, {model: _stored(store, series, model, now - QUALITY_SECONDS) for model in MODELS})
-
-
-def _scores(store: EmbeddedStore, series: GridSeries, now: float) -> list[Score]:
-    return scores(series, now, {model: _stored(store, series, model, now - SCORED_SECONDS) for model in MODELS})
+    """On one forecast an hour, whose outcomes do not overlap, as far back as there are outcomes; the first says what was learned before."""
+    stored = store.hourly_forecasts(series.signal.name, series.labels, model, now - READ_SECONDS)
+    return calibrate(series, stored, now)
 
 
 def _stored(store: EmbeddedStore, series: GridSeries, model: str, since: float) -> list[Forecast]:

@@ -25,6 +25,7 @@ from observability.signals import Signal
 from observability.store.forecast_rows import (
     INSERT,
     SELECT,
+    SELECT_HOURLY,
     SELECT_SERIES,
     UPGRADE,
     forecast_frame,
@@ -191,6 +192,12 @@ class EmbeddedStore:
             else:
                 rows = db.execute(SELECT, (signal, model, oldest)).fetchall()
         return forecasts_of(rows, where)
+
+    def hourly_forecasts(self, signal: str, labels: Mapping[str, str], model: str, since: float) -> list[Forecast]:
+        """Stored forecasts of one series (all its labels), the first in each hour, from the origin `since` on."""
+        with self._open() as db:
+            rows = db.execute(SELECT_HOURLY, (signal, model, label_key(labels), round(since * 1000))).fetchall()
+        return forecasts_of(rows, labels)
 
     def add_forecasts(self, forecasts: Iterable[Forecast]) -> None:
         """Stores forecasts. One made at its time is never replaced by a hindcast of the same origin."""

@@ -26,6 +26,8 @@ INSERT = (
 SELECT = f"SELECT {_NAMES} FROM forecasts WHERE signal = ? AND model = ? AND origin >= ? ORDER BY origin"
 #: The same of one series, by the table's key: what all series of a signal hold would take minutes.
 SELECT_SERIES = SELECT.replace("model = ?", "model = ? AND labels = ?")
+#: Of those the first in each hour.
+SELECT_HOURLY = f"SELECT {_NAMES} FROM (SELECT *, MIN(origin) {SELECT_SERIES[SELECT_SERIES.index('FROM') : SELECT_SERIES.index(' ORDER')]} GROUP BY origin / 3600000) ORDER BY origin"
 #: From schema version 1 to 2.
 UPGRADE = (
     "ALTER TABLE forecasts ADD COLUMN stretch REAL NOT NULL DEFAULT 1",
@@ -43,7 +45,7 @@ def rows_of(forecasts: Iterable[Forecast]) -> list[tuple[Any, ...]]:
         (
             f.signal, label_key(f.labels), f.model, round(f.origin * 1000), int(f.hindcast), json.dumps(LEVELS),
             json.dumps(f.quantiles.tolist()), json.dumps(f.flags), f.note, f.refused, f.stretch,
-            json.dumps([[each.name, each.limit, each.raw, each.chances] for each in f.breaches]),
+            json.dumps([[each.name, each.limit, each.raw, each.chances, each.below] for each in f.breaches]),
         )
         for f in forecasts
     ]  # fmt: skip
@@ -61,7 +63,8 @@ def forecasts_of(rows: Iterable[tuple[Any, ...]], where: Mapping[str, str]) -> l
             continue
         table = np.array(json.loads(quantiles), dtype=np.float64).reshape(-1, len(LEVELS))
         limits = tuple(
-            Breach(name, limit, tuple(raw), tuple(chances)) for name, limit, raw, chances in json.loads(breaches)
+            Breach(name, limit, tuple(raw), tuple(chances), *below)
+            for name, limit, raw, chances, *below in json.loads(breaches)
         )
         found.append(
             Forecast(

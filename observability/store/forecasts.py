@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 STEP_SECONDS = 600
 HORIZON_STEPS = 6
 #: Probabilities of the stored quantiles; the ends bound the 95 % interval.
@@ -18,8 +19,11 @@ MODEL_TITLES = {
     "prophet": "Prophet + AR(1)",
     "last_value": "Last value",
     "seasonal_naive": "Yesterday",
+    "pooled": "Pooled network",
 }
-MODELS = tuple(MODEL_TITLES)
+#: Runs where one was trained on the series (forecast/pooled.py); the others need nothing and run always.
+POOLED = "pooled"
+MODELS = tuple(name for name in MODEL_TITLES if name != POOLED)
 DEFAULT_MODEL = "auto"
 
 #: stale: the newest observation is over 20 minutes old. constant: the series did not move in the window.
@@ -43,12 +47,24 @@ FRAME_COLUMNS = (
 )  # fmt: skip
 
 
+def beyond(values: np.ndarray, limit: float, below: bool) -> np.ndarray:
+    """Which of `values` have passed `limit`, upwards or downwards; NaN has not."""
+    return values < limit if below else values > limit
+
+
+def shared_origins(made: Mapping[str, Collection[T]]) -> set[T]:
+    """Origins, by model, that every model with any has, so that errors can be compared. The pooled model, which begins when one was first
+    trained, is compared on those of them that it has."""
+    some = [set(origins) for model, origins in made.items() if origins and model != POOLED]
+    return set.intersection(*some) if some else set()
+
+
 @dataclass(frozen=True)
 class Breach:
-    """How likely a series is to go above a limit within the next hour.
+    """How likely a series is to pass a limit within the next hour.
 
-    `name`: of the objective or limit; `limit` in the signal's unit. `chances`: probability that one of the steps up to h is
-    above the limit, non-decreasing [HORIZON_STEPS]; that is the distribution of the first passage. `raw`: the same as the
+    `name`: of the objective or limit; `limit` in the signal's unit; `below`: it is passed downwards. `chances`: probability that one of the
+    steps up to h is beyond the limit, non-decreasing [HORIZON_STEPS]; that is the distribution of the first passage. `raw`: the same as the
     paths say it, before it was calibrated on stored outcomes.
     """
 
@@ -56,11 +72,16 @@ class Breach:
     limit: float
     raw: tuple[float, ...]
     chances: tuple[float, ...]
+    below: bool = False
 
     @property
     def chance(self) -> float:
-        """Of being above the limit at any time of the hour."""
+        """Of being beyond the limit at any time of the hour."""
         return self.chances[-1]
+
+    def passed(self, values: np.ndarray) -> np.ndarray:
+        """Which of `values` are beyond the limit; absent ones are not."""
+        return beyond(values, self.limit, self.below)
 
     def seconds_until(self, share: float = 0.5) -> float | None:
         """Time by whose end the limit is passed with probability `share`, in seconds; None: more than an hour."""

@@ -291,6 +291,19 @@ CASES: tuple[AlertCase, ...] = (
         settle=15, pending=10, fires=12, steady=14, recovers=12,
     ),
     AlertCase(
+        alert="KvscopeKVRoomPredictedGone",
+        courses=(
+            Course('kvscope_forecast_breach_probability_ratio{instance="f:1",model="m",signal="kv_free_requests",limit="kv_room",horizon="60m"}', "gauge", 0.1, 0.75, 0.4),
+            Course('kvscope_forecast_origin_timestamp_seconds{instance="f:1",model="m",signal="kv_free_requests"}', "clock", 1, 1, 1),
+        ),
+        labels={"severity": "warning", "model": "m", "signal": "kv_free_requests", "limit": "kv_room", "horizon": "60m"},
+        description=(
+            "Two forecasts in a row give 75% for the free KV of m being too small for another request of the present mean length at some "
+            "time of the next hour."
+        ),
+        settle=15, pending=10, fires=12, steady=14, recovers=12,
+    ),
+    AlertCase(
         alert="KvscopeForecastStale",
         courses=(
             Course('up{job="kvscope-forecast",instance="f:1"}', "gauge", 1, 1),

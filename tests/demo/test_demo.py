@@ -22,9 +22,10 @@ MODEL = "tiny"
 REQUESTS = "model:kvscope_requests_received:rate5m"
 
 
-def start(data_dir: Path, engine_port: int, app_port: int) -> subprocess.Popen[str]:
+def start(data_dir: Path, engine_port: int, app_port: int, forecast_port: int) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "observability.cli", "demo", "--data-dir", str(data_dir), "--model", MODEL]
     argv += ["--engine-port", str(engine_port), "--app-port", str(app_port), "--days", "0.2"]
+    argv += ["--forecast-port", str(forecast_port)]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
@@ -52,8 +53,9 @@ def live_points(store: EmbeddedStore) -> int:
 
 @pytest.mark.slow
 def test_demo_starts_serves_records_stops_and_keeps_its_history(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    data_dir, engine_port, app_port = tmp_path / "data", free_port(), free_port()
-    process = start(data_dir, engine_port, app_port)
+    data_dir, ports = tmp_path / "data", (free_port(), free_port(), free_port())
+    engine_port, app_port, forecast_port = ports
+    process = start(data_dir, *ports)
     try:
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{app_port}/_stcore/health").text == "ok", 120, "the app")
         models = httpx.get(f"http://127.0.0.1:{engine_port}/v1/models").json()
@@ -69,18 +71,28 @@ def test_demo_starts_serves_records_stops_and_keeps_its_history(tmp_path: Path, 
         simulated = store.range(REQUESTS, first + 600, last, 60.0)["value"]
         assert len(simulated) > 250
         assert 0.02 < simulated.mean() < 0.5
+        # 0.2 days are enough for a forecast of load by every model, and its quantiles stand in order.
+        told = f"http://127.0.0.1:{forecast_port}/metrics"
+        value = re.compile(
+            r'^kvscope_forecast_value\{model="tiny",signal="requests",horizon="60m",quantile="(.+)"\} (.+)$', re.M
+        )
+        wait_for(lambda: value.search(httpx.get(told).text), 120, "the forecast of the load")
+        found = [(float(level), float(said)) for level, said in value.findall(httpx.get(told).text)]
+        assert len(found) == 7
+        assert found == sorted(found)
+        assert [said for _, said in found] == sorted(said for _, said in found)
     finally:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
     assert re.search(r"kvscope is running", said), said
     assert processes_using(data_dir) == []
-    for port in (engine_port, app_port):
+    for port in ports:
         with socket.socket() as s:
             assert s.connect_ex(("127.0.0.1", port)) != 0
     before = store.range(REQUESTS, first, last, 60.0)
 
-    again = start(data_dir, engine_port, app_port)
+    again = start(data_dir, *ports)
     try:
         wait_for(lambda: httpx.get(f"http://127.0.0.1:{app_port}/_stcore/health").text == "ok", 120, "the app again")
     finally:
@@ -96,7 +108,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, free_por
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        process = start(tmp_path / "data", port, free_port())
+        process = start(tmp_path / "data", port, free_port(), free_port())
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"127.0.0.1:{port}" in said

@@ -14,9 +14,10 @@ from observability.forecast.draft import whole_rows
 from observability.forecast.last_value import last_value
 from observability.forecast.limits import Limit
 from observability.forecast.members import Kind, _ridge, simple, smoothed
-from observability.forecast.models import forecast, forecast_many
+from observability.forecast.models import breach, forecast, forecast_many
 from observability.forecast.series import window
 from observability.forecast.stack import fill, stack, weighted_quantiles
+from observability.store.forecast_rows import forecasts_of, rows_of
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, Breach, Forecast
 from tests.forecast.conftest import DAY, END, KV_USAGE, REQUESTS, gridded, load, recorded
 
@@ -226,3 +227,20 @@ def test_one_series_that_breaks_a_model_does_not_stop_the_others(monkeypatch: py
     first, second, third = forecast_many([(good, UNCALIBRATED), (bad, UNCALIBRATED), (good, UNCALIBRATED)], "auto")
     assert "ZeroDivisionError: of nothing" in second.refused
     assert np.array_equal(first.quantiles, third.quantiles)
+
+
+def test_the_chance_of_falling_below_a_limit_is_that_of_the_mirrored_series_rising_above_it() -> None:
+    series = load(7, seed=9)
+    level = float(np.quantile(series, 0.2))
+    down = window(gridded(series), END)
+    up = window(gridded(20.0 - series), END)
+    (fallen,) = forecast(down, "last_value", Calibration(), limits=(Limit("l", level, below=True),)).breaches
+    (risen,) = forecast(up, "last_value", Calibration(), limits=(Limit("l", 20.0 - level),)).breaches
+    assert fallen.below
+    assert fallen.raw == pytest.approx(risen.raw, abs=1e-9)
+    assert 0.0 < fallen.chance < 1.0
+    paths = np.array([[9.0, 7.0, 9.0, 9.0, 9.0, 9.0], [9.0] * 6])
+    said = breach(Limit("l", 8.0, below=True), paths, np.empty((6, 13)), down, Calibration())
+    assert said.raw[0] < said.raw[1] - 0.3 <= said.raw[5] - 0.3 < 1.0
+    store_row = past(END, 1.0, breaches=(said,))
+    assert forecasts_of(rows_of([store_row]), store_row.labels)[0].breaches == (said,)
