@@ -112,8 +112,10 @@ def _changes(context: Context) -> Content:
     return Content(changes_table(changes), data=pd.DataFrame([asdict(change) for change in changes]))
 
 
-def changes_table(changes: Sequence[Change], rows: int = 7) -> str:
-    """HTML of the first `rows` changes; those that are not clear are grey."""
+def changes_table(
+    changes: Sequence[Change], rows: int = 7, names: tuple[str, str] = ("hour before", "last hour")
+) -> str:
+    """HTML of the first `rows` changes between two spans called `names`; those that are not clear are grey."""
     lines = []
     for row in changes[:rows]:
         clear = row.score >= 1
@@ -123,7 +125,7 @@ def changes_table(changes: Sequence[Change], rows: int = 7) -> str:
             f'<td>{quantity(row.after, row.unit)}</td><td class="{kind}">{in_words(row)}'
             f"{' ' + kind if kind else ''}</td></tr>"
         )
-    head = "<tr><th></th><th>hour before</th><th>last hour</th><th>change</th></tr>"
+    head = f"<tr><th></th><th>{names[0]}</th><th>{names[1]}</th><th>change</th></tr>"
     return f'<table class="plain">{head}{"".join(lines)}</table>'
 
 
