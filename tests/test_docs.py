@@ -160,6 +160,18 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_readme_leads_to_every_page_of_the_docs_by_a_row_of_its_index() -> None:
+    rows = re.findall(
+        r"^\| \[docs/([\w-]+\.md)\]\(docs/\1\) \| (.+) \|$", (REPO / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in rows) == [page.name for page in PAGES[1:]]
+
+
+def test_readme_names_every_command() -> None:
+    rows = set(re.findall(r"^\| `kvscope ([a-z-]+)", (REPO / "README.md").read_text(), re.MULTILINE))
+    assert set(COMMANDS.commands) - rows <= {"demo", "generate"}  # `make demo`; for those who develop
+
+
 @pytest.mark.parametrize("package", [executor, kv], ids=lambda package: package.__name__)
 def test_a_folder_of_the_engine_names_each_of_its_files(package: Any) -> None:
     files = {path.name for path in Path(package.__file__).parent.glob("*.py")}
