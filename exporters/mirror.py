@@ -86,7 +86,7 @@ def main() -> None:
     setup: Setup = connection.recv()
     far = Far(connection)
     sources = [(MirroredColumns if c else MirroredRows)(far, part) for part, c in enumerate(setup.columnar)]
-    server = metrics_server(MetricsApp(Together(sources), setup.token, pause_seconds=0.0))
+    server = metrics_server(MetricsApp(Together(sources), setup.token, pause_seconds=0.0), setup.tls)
 
     def end_with_parent() -> None:
         sys.stdin.buffer.read()

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from exporters.together import Source
 from observability import catalog as c
+from observability.addresses import without_secrets
 from observability.errors import ConfigError
 from observability.telemetry.exponential import EXPONENTIAL_SCALE, Exponential
 from observability.telemetry.recorder import Telemetry
@@ -190,7 +191,8 @@ def _url(endpoint: str | None, signal: str) -> str | None:
         usable = False
     if not usable:
         raise ConfigError(
-            f"{base!r} is not the URL of an OTLP collector.", next_step="Give one such as http://127.0.0.1:4318."
+            f"{without_secrets(base)!r} is not the URL of an OTLP collector.",
+            next_step="Give one such as http://127.0.0.1:4318.",
         )
     return None if own or not endpoint else f"{endpoint.rstrip('/')}/v1/{signal.lower()}"
 

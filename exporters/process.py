@@ -19,6 +19,7 @@ from typing import NamedTuple
 from exporters.prometheus import listen, metrics_url
 from exporters.together import Columnar, Source, parts
 from observability.telemetry.snapshot import Block, Exemplar, Row
+from observability.tls import Tls
 
 _log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.002  # after each tenth of a millisecond of reading: a step of the engine meets few of them
@@ -30,6 +31,7 @@ class Setup(NamedTuple):
     """First message to the mirror. `columnar`: of each part of the source, whether it gives Columns or rows."""
 
     token: str | None
+    tls: Tls | None
     columnar: tuple[bool, ...]
 
 
@@ -58,11 +60,11 @@ class ExporterProcess:
     It is started again when it ends by itself, and ends with this process, however that ends.
     """
 
-    def __init__(self, telemetry: Source, listener: socket, token: str | None = None) -> None:
+    def __init__(self, telemetry: Source, listener: socket, token: str | None = None, tls: Tls | None = None) -> None:
         """Takes `listener` over, a listening socket."""
-        self.url = metrics_url(listener)
+        self.url = metrics_url(listener, tls)
         self._sources = parts(telemetry)
-        self._listener, self._token = listener, token
+        self._listener, self._token, self._tls = listener, token, tls
         self._stopping = threading.Event()
         self._changing = threading.Lock()  # held while the process is started again or ended
         self._known = [_Known() for _ in self._sources]
@@ -99,7 +101,7 @@ class ExporterProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 start_new_session=True,  # Ctrl-C is this process's to answer
             )
-        ours.send(Setup(self._token, tuple(isinstance(source, Columnar) for source in self._sources)))
+        ours.send(Setup(self._token, self._tls, tuple(isinstance(source, Columnar) for source in self._sources)))
         return process, ours
 
     def _end(self, timeout: float) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from observability.addresses import without_secrets
 from observability.errors import ConfigError
 
 SAMPLES_PER_SECOND = 100
@@ -56,7 +57,8 @@ def profiles_to(url: str, tags: Mapping[str, str], *, upload_seconds: int = _UPL
         valid = False
     if not valid:
         raise ConfigError(
-            f"{url!r} is not an address for profiles.", next_step="Give one such as http://127.0.0.1:4040."
+            f"{without_secrets(url)!r} is not an address for profiles.",
+            next_step="Give one such as http://127.0.0.1:4040.",
         )
     try:
         import pyroscope

@@ -30,6 +30,7 @@ from exporters.together import Source
 from observability import catalog as c
 from observability.errors import ServiceError
 from observability.telemetry.snapshot import FamilySamples, Row
+from observability.tls import Tls, scheme, uvicorn_options
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -186,17 +187,19 @@ class Exporter:
         self.stop()
 
 
-def start_exporter(telemetry: Source, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> Exporter:
-    """Serves `telemetry` at http://host:port/metrics from a thread of its own; port 0 takes a free one.
+def start_exporter(
+    telemetry: Source, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None, tls: Tls | None = None
+) -> Exporter:
+    """Serves `telemetry` at http://host:port/metrics (https with `tls`) from a thread of its own; port 0 takes a free one.
 
     For whatever has no HTTP server. Beside an engine, process.start_exporter_process leaves the engine's steps alone. Raises ServiceError if
     the address cannot be taken.
     """
     listener = listen(host, port)
-    server = metrics_server(MetricsApp(telemetry, token))
+    server = metrics_server(MetricsApp(telemetry, token), tls)
     thread = threading.Thread(target=server.run, args=([listener],), name="kvscope-exporter", daemon=True)
     thread.start()
-    return Exporter(metrics_url(listener), server, thread, listener)
+    return Exporter(metrics_url(listener, tls), server, thread, listener)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -215,12 +218,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def metrics_url(listener: socket.socket) -> str:
+def metrics_url(listener: socket.socket, tls: Tls | None = None) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
+    return f"{scheme(tls)}://[{host}]:{port}/metrics" if ":" in host else f"{scheme(tls)}://{host}:{port}/metrics"
 
 
-def metrics_server(app: MetricsApp) -> uvicorn.Server:
+def metrics_server(app: MetricsApp, tls: Tls | None = None) -> uvicorn.Server:
     """A server of nothing but `app` at /metrics, to be run on a listening socket."""
     config = uvicorn.Config(
         Starlette(routes=[Route("/metrics", app)]),
@@ -229,5 +232,6 @@ def metrics_server(app: MetricsApp) -> uvicorn.Server:
         lifespan="off",
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=2,
+        **uvicorn_options(tls),  # type: ignore[arg-type]
     )
     return uvicorn.Server(config)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import REPO
 
-DATA = {"catalog", "objectives", "signals", "errors"}
+DATA = {"catalog", "objectives", "signals", "errors", "addresses", "tls"}
 #: What each part may import of ours. The command line and the demo wire everything and are left out.
 MAY_IMPORT = {
     "observability/catalog.py": set(),

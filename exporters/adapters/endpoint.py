@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import anyio
 import httpx
 
+from observability.addresses import trusted, without_secrets
 from observability.errors import ConfigError
 
 MAX_BODY_BYTES = 64 << 20
@@ -34,12 +34,6 @@ def printable(text: str) -> str:
     """`text` on one line, without what would steer a terminal, at most MAX_TEXT long."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
-
-
-def without_secrets(url: str) -> str:
-    """An address as it may be shown: no user, no password, no values of its query. Works on what is no address, too."""
-    url = re.sub(r"^([^/?#]*//)?[^/?#]*@", r"\1", url)
-    return re.sub(r"(?<==)[^&#]+(?=[^#]*)", "...", url) if "?" in url else url
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +85,7 @@ class Endpoint:
                     next_step="Look for a line break or a quote that came along when it was copied.",
                 )
             headers["Authorization"] = f"Bearer {token}"
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_seconds, trust_env=False)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_seconds, trust_env=False, verify=trusted())
 
     async def __aenter__(self) -> Endpoint:
         asyncio.get_running_loop().set_default_executor(_Abandonable())

@@ -113,7 +113,8 @@ def quantile(name: str, q: float, found: list[tuple[float, float]]) -> Reading:
         return Reading(
             name, "estimated", f"above {duration(low)}", "seconds", None, low, None, "beyond the last bucket bound"
         )
-    value = low + (high - low) * (rank - under) / (upto - under)
+    # Halves, and the quotient first: counts on a page may be as large as a number gets.
+    value = low + (high - low) * ((rank / 2 - under / 2) / (upto / 2 - under / 2))
     text = f"{duration(value)} (between {duration(low)} and {duration(high)})"
     return Reading(name, "estimated", text, "seconds", value, low, high, "interpolated within its bucket")
 

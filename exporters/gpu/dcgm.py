@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from exporters.gpu.reading import WHOLE, GpuReading, Reading, SourceUnavailable
 from observability import catalog as c
+from observability.addresses import without_secrets
 
 _MIB = 2.0**20
 _RECENT_XID_SECONDS = 600.0
@@ -84,7 +85,7 @@ class DcgmSource:
     name = "dcgm"
 
     def __init__(self, url: str, *, timeout: float = 5.0, clock: Callable[[], float] = time.time) -> None:
-        self._url, self._clock = url, clock
+        self._url, self._shown, self._clock = url, without_secrets(url), clock
         self._client = httpx.Client(timeout=timeout)
         self._codes: dict[str, deque[tuple[float, str]]] = {}  # changes of the newest XID code, by UUID
 
@@ -96,13 +97,15 @@ class DcgmSource:
                 for part in answer.iter_bytes():
                     body += part
                     if len(body) > _MAX_BYTES:
-                        raise SourceUnavailable("error", f"{self._url} sends more than {_MAX_BYTES} bytes.")
+                        raise SourceUnavailable("error", f"{self._shown} sends more than {_MAX_BYTES} bytes.")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = "timeout" if isinstance(error, httpx.TimeoutException) else "no_answer"
-            raise SourceUnavailable(reason, f"{self._url} does not answer: {error or type(error).__name__}.") from None
+            raise SourceUnavailable(
+                reason, f"{self._shown} does not answer: {error or type(error).__name__}."
+            ) from None
         reading = parse(body.decode(errors="replace"))
         if not reading.gpus:
-            raise SourceUnavailable("no_gpu", f"{self._url} has no DCGM metric of a GPU.")
+            raise SourceUnavailable("no_gpu", f"{self._shown} has no DCGM metric of a GPU.")
         for gpu in reading.gpus:
             if gpu.recent_xids is None and "last_xid" in gpu.values and gpu.mig == WHOLE:
                 gpu.recent_xids = self._changes(gpu.uuid, f"{gpu.values['last_xid']:.0f}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from observability.tls import Tls
+
 #: Environment variable that names the source for the app's process; `kvscope app --source` sets it.
 SOURCE_VARIABLE = "KVSCOPE_SOURCE"
 #: ... the addresses, with spaces between, that the page Engines looks at, and the bearer token for them.
@@ -22,7 +24,7 @@ _DARK = {
 }  # fmt: skip
 
 
-def options(host: str, port: int) -> dict[str, Any]:
+def options(host: str, port: int, tls: Tls | None = None) -> dict[str, Any]:
     """Options by the name that streamlit.web.bootstrap takes: section and option joined by an underscore."""
     return {
         "server_address": host,
@@ -33,6 +35,7 @@ def options(host: str, port: int) -> dict[str, Any]:
         "browser_gatherUsageStats": False,
         "client_toolbarMode": "minimal",
         "client_showErrorDetails": "none",
+        **({} if tls is None else {"server_sslCertFile": str(tls.cert), "server_sslKeyFile": str(tls.key)}),
         "theme_font": _FONT,
         "theme_codeFont": _MONO,
         "theme_baseFontSize": 14,

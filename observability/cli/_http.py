@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from observability.addresses import without_secrets
 from observability.errors import ConfigError, ServiceError
 
 #: No answer of these APIs is longer.
@@ -28,7 +29,7 @@ def base_url(url: str, option: str = "--url") -> str:
         )
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
         raise ConfigError(
-            f"{option} {url!r} is not an http or https address.",
+            f"{option} {without_secrets(url)!r} is not an http or https address.",
             next_step=f"Give it as in {option} https://grafana.example.com.",
         )
     return url.rstrip("/")

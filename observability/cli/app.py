@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from observability.cli._tls import TlsCert, TlsKey
+from observability.tls import Tls
+
 
 def register(app: typer.Typer) -> None:
     app.command("app")(serve_app)
@@ -21,6 +24,8 @@ def serve_app(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the app.")] = 8501,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,6 +46,7 @@ def serve_app(
     """
     from platformdirs import user_data_path
 
+    tls = Tls.of(tls_cert, tls_key)
     from observability.app.serve import serve
 
-    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port, endpoints=endpoint or ())
+    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port, endpoints=endpoint or (), tls=tls)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from observability.cli._tls import TlsCert, TlsKey
 from observability.errors import ConfigError
+from observability.tls import Tls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,6 +104,8 @@ def forecast(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without a token.")
     ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes that forecast.")] = 1,
     dask: Annotated[
         str | None,
@@ -125,6 +129,7 @@ def forecast(
     every_seconds = None if every is None else _every(every)
     names = _names(only or SIGNAL_NAMES)
     token = (token or "").strip() or None
+    tls = Tls.of(tls_cert, tls_key)
     _check_model(model)
     if train:
         if every_seconds is not None:
@@ -160,7 +165,7 @@ def forecast(
                         trained=trained(),
                     )
             else:
-                publish, failed = _serve(ending, host, port, token, model) if serve else _unserved
+                publish, failed = _serve(ending, host, port, token, model, tls) if serve else _unserved
                 report: Callable[[Run], None] = _print_json if as_json else lambda run: _print_line(console, run)
                 run_forever(
                     source or str(path), path, signals, every_seconds, report=report, progress=progress, publish=publish,
@@ -219,13 +224,13 @@ _Told = tuple["Callable[[Run], None]", "Callable[[], None]"]
 _unserved: _Told = (lambda run: None, lambda: None)
 
 
-def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None, model: str) -> _Told:
+def _serve(ending: contextlib.ExitStack, host: str, port: int, token: str | None, model: str, tls: Tls | None) -> _Told:
     """Serves what it is told, from a thread of its own, until `ending` closes. Raises ServiceError."""
     from exporters.forecast import ForecastMetrics
     from exporters.prometheus import start_exporter
 
     metrics = ForecastMetrics(model)
-    exporter = ending.enter_context(start_exporter(metrics, host, port, token=token))
+    exporter = ending.enter_context(start_exporter(metrics, host, port, token=token, tls=tls))
     typer.echo(f"Forecast metrics at {exporter.url}; Ctrl-C ends it.", err=True)
     return metrics.publish, metrics.failed
 

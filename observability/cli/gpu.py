@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from observability.cli._tls import TlsCert, TlsKey
 from observability.cli.record import parse_interval
 from observability.cli.serve import is_loopback
 from observability.errors import ConfigError
+from observability.tls import Tls
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +29,8 @@ def gpu(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without a token.")
     ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     dcgm: Annotated[
         str | None,
         typer.Option(
@@ -59,12 +63,13 @@ def gpu(
             f"{host} can be reached from other machines, and no token is set.",
             next_step="Set KVSCOPE_TOKEN, listen on 127.0.0.1, or give --insecure.",
         )
+    tls = Tls.of(tls_cert, tls_key)
     source = NvmlSource() if dcgm is None else DcgmSource(dcgm)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     sampler = GpuSampler(source, interval=parse_interval(interval), on_change=tell)
-    with start_exporter(sampler, host, port, token=token) as exporter:
+    with start_exporter(sampler, host, port, token=token, tls=tls) as exporter:
         typer.echo(f"GPU metrics at {exporter.url}; Ctrl-C ends it.")
         sampler.start()
         stop.wait()

@@ -57,10 +57,12 @@ def record(
     file = embedded.create(path)
 
     def on_change(failure: StoreError | None) -> None:
-        typer.echo(f"{url} answers." if failure is None else f"{failure}\nTrying again every {interval}.", err=True)
+        typer.echo(
+            f"{target.name} answers." if failure is None else f"{failure}\nTrying again every {interval}.", err=True
+        )
 
     with file.recording():
-        typer.echo(f"Recording {url} into {path} every {interval}; Ctrl-C ends it.", err=True)
+        typer.echo(f"Recording {target.name} into {path} every {interval}; Ctrl-C ends it.", err=True)
         run(target, file, seconds, stop, on_change=on_change)
         typer.echo(f"Ended; the recorded history stays in {path}.", err=True)
     target.close()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from observability.cli._tls import TlsCert, TlsKey
 from observability.cli.serve import is_loopback, quiet_signals
 from observability.errors import ConfigError
+from observability.tls import Tls, scheme
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -32,6 +34,8 @@ def route(
             "--insecure", help="Allow an address that other machines reach. The replicas must ask for a token."
         ),
     ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     grace: Annotated[
         float, typer.Option(min=0.0, max=3600.0, help="Seconds that open requests get at shutdown.")
     ] = 10.0,
@@ -53,6 +57,7 @@ def route(
             f"{host} can be reached from other machines, and the router asks for no token itself.",
             next_step="Listen on 127.0.0.1, or set KVSCOPE_TOKEN for each replica and give --insecure.",
         )
+    tls = Tls.of(tls_cert, tls_key)
     import logging
 
     from observability.engine.http_server import HttpServer, listen
@@ -62,12 +67,14 @@ def route(
     router = Router(replica, RouterSettings(check_seconds=check_interval))
     with listen(host, port) as listener, quiet_signals():
         address, number = listener.getsockname()[:2]
-        base = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+        base = f"{scheme(tls)}://[{address}]:{number}" if ":" in address else f"{scheme(tls)}://{address}:{number}"
         typer.echo(
             f"Routing to {len(router.replicas)} replicas\n"
             f"  API      {base}/v1\n  metrics  {base}/metrics\n  health   {base}/health\nCtrl-C stops it."
         )
-        HttpServer(create_router_app(router, metrics_of(router)), router, grace_seconds=grace).run(sockets=[listener])
+        HttpServer(create_router_app(router, metrics_of(router)), router, grace_seconds=grace, tls=tls).run(
+            sockets=[listener]
+        )
 
 
 def metrics_of(router: Router) -> Callable[[Request], Awaitable[Response]]:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from observability.buckets import BucketPlan, bucket_plan
+from observability.cli._tls import TlsCert, TlsKey
 from observability.errors import ConfigError
+from observability.tls import Tls, scheme
 
 if TYPE_CHECKING:
     import socket
@@ -74,6 +76,8 @@ def serve(
             "--insecure", help="Allow an address that other machines reach, without a token.", rich_help_panel=_SERVER
         ),
     ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     grace: Annotated[
         float,
         typer.Option(
@@ -239,6 +243,7 @@ def serve(
         )
     if kv_blocks is not None and kv_memory is not None:
         raise ConfigError("--kv-blocks and --kv-memory both set the size of the pool.", next_step="Give one of them.")
+    tls = Tls.of(tls_cert, tls_key)
     memory = None if kv_memory is None else _bytes("--kv-memory", kv_memory)
     snapshot_bytes = _bytes("--snapshot-max-bytes", snapshot_max_bytes)
     mechanisms = _mechanisms(engine or [])
@@ -270,7 +275,7 @@ def serve(
             config = _fit(config, loaded, memory, max_model_len, mechanisms)
         settings = ServerSettings(token=token, grace_seconds=grace)
         told = metrics_listener, profile_to, otlp_endpoint, otlp_histograms
-        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, *told)
+        _run(loaded, config, settings, plan, max_tenants, listener, snapshot_dir, snapshot_bytes, tls, *told)
 
 
 def is_loopback(host: str) -> bool:
@@ -338,6 +343,7 @@ def _run(
     listener: socket.socket,
     snapshot_dir: Path | None,
     snapshot_bytes: int,
+    tls: Tls | None,
     metrics_listener: socket.socket | None,
     profile_to: str | None,
     otlp_endpoint: str | None,
@@ -399,14 +405,14 @@ def _run(
     app = create_app(thread, loaded, telemetry, settings, metrics_app(told, settings.token), sessions, tracing)
     assert config.num_blocks is not None
     mebibytes = config.num_blocks * executor.kv_bytes_per_block / 2**20
-    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    base = f"{scheme(tls)}://[{host}]:{port}" if ":" in host else f"{scheme(tls)}://{host}:{port}"
     alone = ""
     # What was made so far stays: a full collection, which every thread waits for, need not look through it again and again.
     gc.collect()
     gc.freeze()
     with quiet_signals(), _profiled(thread.engine, profile_to), contextlib.ExitStack() as exporters:
         if metrics_listener is not None:
-            exporter = exporters.enter_context(ExporterProcess(told, metrics_listener, settings.token))
+            exporter = exporters.enter_context(ExporterProcess(told, metrics_listener, settings.token, tls))
             alone = f", {exporter.url}"
         thread.start()
         gpus.start()
@@ -416,7 +422,7 @@ def _run(
                 f"KV pool {config.num_blocks} blocks ({mebibytes:.0f} MiB, {stored})\n"
                 f"  API      {base}/v1\n  metrics  {base}/metrics{alone}\n  health   {base}/health\nCtrl-C stops it."
             )
-            HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds).run(sockets=[listener])
+            HttpServer(app, app.state.service, grace_seconds=settings.grace_seconds, tls=tls).run(sockets=[listener])
         finally:
             gpus.stop()
             if sessions is not None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.errors import ServiceError
+from observability.tls import Tls, uvicorn_options
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class Drainable(Protocol):
 class HttpServer(uvicorn.Server):
     """uvicorn around `app`. At shutdown, requests in flight have `grace_seconds` before `service` aborts them."""
 
-    def __init__(self, app: ASGIApp, service: Drainable, *, grace_seconds: float) -> None:
+    def __init__(self, app: ASGIApp, service: Drainable, *, grace_seconds: float, tls: Tls | None = None) -> None:
         self._service = service
         self._grace_seconds = grace_seconds
         super().__init__(
@@ -65,6 +66,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 # Aborted streams still end with an error event; uvicorn cuts off what does not.
                 timeout_graceful_shutdown=int(grace_seconds) + 5,
+                **uvicorn_options(tls),  # type: ignore[arg-type]
             )
         )
 

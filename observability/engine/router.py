@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uhashring import HashRing  # type: ignore[import-untyped]
 
+from observability.addresses import trusted, without_secrets
 from observability.engine.http_api import EXCEPTION_HANDLERS, read_body
 from observability.engine.http_server import EventStream, until_gone
 from observability.engine.openai_types import MAX_SESSION_ID_CHARS, ApiError
@@ -124,9 +125,9 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     for url in urls:
         try:
             parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
+        except httpx.InvalidURL:
             raise ConfigError(
-                f"{url!r} is not a URL: {error}.", next_step="Give one such as http://host:8000."
+                f"{without_secrets(url)!r} is not a URL.", next_step="Give one such as http://host:8000."
             ) from None
         if (
             parsed.scheme not in ("http", "https")
@@ -137,7 +138,7 @@ def check_urls(urls: Sequence[str]) -> list[str]:
             or parsed.userinfo
         ):
             raise ConfigError(
-                f"{url!r} is not the base URL of a replica.",
+                f"{without_secrets(url)!r} is not the base URL of a replica.",
                 next_step="Give scheme, host and port, as in http://host:8000.",
             )
         base = str(parsed).rstrip("/")
@@ -190,9 +191,12 @@ class Router:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
         # Checks open a connection each: that a replica still listens is what they are to find out.
         fresh = httpx.Limits(max_keepalive_connections=0)
+        context = trusted()
         async with (
-            httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as self._client,
-            httpx.AsyncClient(timeout=settings.check_timeout_seconds, limits=fresh, trust_env=False) as self._checks,
+            httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=context) as self._client,
+            httpx.AsyncClient(
+                timeout=settings.check_timeout_seconds, limits=fresh, trust_env=False, verify=context
+            ) as self._checks,
         ):
             await asyncio.gather(*(self._check(replica) for replica in self.replicas))
             watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]

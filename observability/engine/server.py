@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class ServerSettings:
     """Limits of the HTTP side. `token`: what clients must send as `Authorization: Bearer`; None asks for nothing."""
 
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 4 * 1024 * 1024
     body_seconds: float = 30.0  # to receive a request's body
     stall_seconds: float = 60.0  # without the client reading a byte of a stream

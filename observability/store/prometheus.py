@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from observability import catalog
+from observability.addresses import trusted, without_secrets
 from observability.errors import StoreError
 from observability.signals import SIGNALS, Signal
 from observability.store.embedded import EmbeddedStore
@@ -38,18 +39,21 @@ class PrometheusSource:
     """
 
     def __init__(self, url: str, *, forecasts: Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        parsed = httpx.URL(url)
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL("")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise StoreError(
-                f"{url!r} is not the address of a Prometheus.",
+                f"{without_secrets(url)!r} is not the address of a Prometheus.",
                 next_step="Give prometheus:http://host:9090, or the path of an embedded store.",
             )
-        self._shown = str(parsed.copy_with(username=None, password=None)).rstrip("/")
+        self._shown = without_secrets(str(parsed)).rstrip("/")
         self._client = httpx.Client(
             base_url=str(parsed).rstrip("/"),
             timeout=timeout_seconds,
             trust_env=False,
-            transport=httpx.HTTPTransport(retries=1),
+            transport=httpx.HTTPTransport(retries=1, verify=trusted()),
         )
         self._forecasts = forecasts
         self._recorded: tuple[float, frozenset[str]] | None = None

@@ -16,6 +16,7 @@ import numpy as np
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+from observability.addresses import trusted, without_secrets
 from observability.errors import ConfigError, StoreError
 from observability.store.embedded import EmbeddedStore, SignalBlock
 from observability.store.evaluate import Evaluated, Evaluator, Key
@@ -62,23 +63,27 @@ class HttpTarget:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_seconds: float = 10.0) -> None:
-        parsed = httpx.URL(url)
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL("")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(
-                f"{url!r} is not an address that can be scraped.",
+                f"{without_secrets(url)!r} is not an address that can be scraped.",
                 next_step="Give a URL such as http://127.0.0.1:8000/metrics.",
             )
-        self.name = url
+        self.name = without_secrets(url)
+        self._url = parsed
         self._timeout_seconds = timeout_seconds
         headers = {"Accept": "text/plain;version=0.0.4,application/openmetrics-text;version=1.0.0;q=0.5"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        self._client = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False)
+        self._client = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False, verify=trusted())
 
     def scrape(self) -> Scrape:
         deadline = time.monotonic() + self._timeout_seconds
         try:
-            with self._client.stream("GET", self.name) as answer:
+            with self._client.stream("GET", self._url) as answer:
                 if answer.status_code != 200:
                     raise StoreError(
                         f"{self.name} answered {answer.status_code} {answer.reason_phrase}.",

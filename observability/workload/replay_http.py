@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 
 from observability import catalog
+from observability.addresses import without_secrets
 from observability.errors import ConfigError, KvscopeError, ServiceError
 from observability.workload.generate import prompt_text
 from observability.workload.results import SERVED, ReplayResult, kv_from_buckets, summarize, throughput
@@ -35,7 +36,7 @@ class HttpSettings:
 
     url: str
     served_model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     max_concurrency: int = 256
     timeout_seconds: float = 600.0  # without a byte from the server
     ignore_eos: bool = False
@@ -43,7 +44,10 @@ class HttpSettings:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"{self.url!r} is not an http URL.", next_step="Give one such as http://127.0.0.1:8000.")
+            raise ConfigError(
+                f"{without_secrets(self.url)!r} is not an http URL.",
+                next_step="Give one such as http://127.0.0.1:8000.",
+            )
         if self.max_concurrency < 1:
             raise ConfigError("max_concurrency is below 1.", next_step="Allow at least one open request.")
         if not self.timeout_seconds > 0:
@@ -146,16 +150,21 @@ async def _served_model(client: httpx.AsyncClient, settings: HttpSettings) -> st
     try:
         answer = await client.get(f"{settings.base}/models")
     except httpx.HTTPError as error:
-        raise ServiceError(f"{settings.url} cannot be reached: {_name(error)}.", next_step=next_step) from None
+        raise ServiceError(
+            f"{without_secrets(settings.url)} cannot be reached: {_name(error)}.", next_step=next_step
+        ) from None
     if answer.status_code != 200:
-        raise ServiceError(f"{settings.base}/models answered {answer.status_code}.", next_step=next_step)
+        raise ServiceError(
+            f"{without_secrets(settings.base)}/models answered {answer.status_code}.", next_step=next_step
+        )
     if settings.served_model is not None:
         return settings.served_model
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise ServiceError(
-            f"{settings.base}/models names no model.", next_step="Name one with --served-model, or correct --url."
+            f"{without_secrets(settings.base)}/models names no model.",
+            next_step="Name one with --served-model, or correct --url.",
         ) from None
 
 
@@ -271,7 +280,7 @@ def _result(
     duration = max((s.ended for s in sent), default=0.0) - first
     prompt_tokens = _total(s.prompt_tokens for s in served)
     generated = _total(s.completion_tokens for s in served)
-    shown = {k: v for k, v in asdict(settings).items() if k != "api_key"}
+    shown = {k: v for k, v in asdict(settings).items() if k != "api_key"} | {"url": without_secrets(settings.url)}
     return ReplayResult(
         clock="real",
         settings={"target": "url", **shown, "served_model": model, **describe},

@@ -91,6 +91,8 @@ class Kill:
 
 def kill_and_restart(fleet: Fleet, victim: str) -> Kill:
     member = fleet.members[victim]
+    if victim == "recorder":  # its target may have been away a moment ago, of which there is nothing to record
+        wait_for(lambda: time.time() - fleet.newest() < 5 * INTERVAL, 60, "the recorder records")
     newest, said, samples = fleet.newest(), fleet.said(), stored_samples(fleet)
     at = time.time()
     member.kill()

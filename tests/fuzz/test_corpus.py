@@ -113,3 +113,13 @@ def test_a_histogram_whose_every_bound_is_broken_is_told_and_no_crash() -> None:
     page = parse(Answer("http://engine/metrics", text, "text/plain"))
     codes = [finding.code for finding in checks.histograms(ADAPTERS["vllm"], page)]
     assert codes == ["broken_histogram"]
+
+
+def test_a_quantile_of_counts_as_large_as_a_number_gets_lies_in_its_bucket() -> None:
+    from exporters.adapters.readings import quantile
+
+    huge = 1e308
+    reading = quantile("p99", 0.99, [(12.0, 0.0), (20.0, huge), (float("inf"), huge)])
+    assert reading.value == pytest.approx(12.0 + 8.0 * 0.99)
+    reading = quantile("p50", 0.5, [(1.0, -huge), (2.0, huge), (float("inf"), huge)])
+    assert reading.value == pytest.approx(1.75)  # three quarters of the way from -1e308 to 1e308

@@ -273,3 +273,17 @@ def test_compressed_blocks_cost_their_own_bytes_on_the_link_and_save_reading() -
     plain, less = (executor.roofline.step_cost([], [16_000], tokens) for tokens in (0, 8000))
     saved = 8000 * (exact - packed) / 16 / (3.35e12 * 0.8)
     assert plain.memory_seconds - less.memory_seconds == pytest.approx(saved)
+
+
+def test_no_more_than_the_whole_step_is_put_down_to_prefill_where_chunks_read_packed_blocks() -> None:
+    """What packed blocks save is more than what the decode reads; a share above 1 would book time that has not passed."""
+    from observability.engine.executor.roofline import Roofline
+
+    gpu, model = GPUS["A10G"], MODELS["llama-3-8b"]
+    config = EngineConfig(
+        num_blocks=4096, num_compressed_blocks=2048, compressed_from=8192, max_model_len=32_768, max_num_seqs=8
+    )
+    roofline = Roofline(model, gpu, config)
+    cost = roofline.step_cost([(30_000, 16)], [64], packed_tokens=29_000)
+    assert cost.memory_seconds > cost.compute_seconds
+    assert 0.9 < cost.prefill_share <= 1.0

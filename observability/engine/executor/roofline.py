@@ -146,7 +146,8 @@ class Roofline:
         compute_seconds = flops / self._flops_per_second
         memory_seconds = memory_bytes / self._bytes_per_second
         of_flops = prefill_flops / flops
-        of_bytes = (weights * prefill_tokens / tokens + prefill_kv * self._kv_scale) / memory_bytes
+        # What packed blocks save is taken off the whole, also where a chunk is what reads them.
+        of_bytes = min((weights * prefill_tokens / tokens + prefill_kv * self._kv_scale) / memory_bytes, 1.0)
         if not decode_tokens or not prefill_tokens:
             prefill_share = 1.0 if prefill_tokens else 0.0
         elif not self.gpu.overlapped:

@@ -19,7 +19,14 @@ from observability.engine.model.gguf_file import GGUFFile
 from observability.engine.model.latent import LatentDecoder, random_weights
 from observability.engine.model.latent_config import TINY_MLA, LatentConfig
 from observability.engine.model.llama import Llama, ModelConfig, RopeScaling
-from observability.engine.model.tokenizer import Tokenizer, byte_tokenizer, from_directory, from_gguf, read_json
+from observability.engine.model.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    from_directory,
+    from_gguf,
+    read_json,
+    refuse_own_code,
+)
 from observability.errors import ModelError
 
 TINY = ModelConfig(
@@ -115,6 +122,7 @@ def _load_directory(folder: Path, device: str, dtype: torch.dtype) -> LoadedMode
 
 
 def _config_from_json(settings: Mapping[str, Any], source: str) -> ModelConfig:
+    refuse_own_code(settings, source)
     architectures = settings.get("architectures") or [settings.get("model_type")]
     if not set(architectures) <= {"LlamaForCausalLM", "llama"} or settings.get("model_type", "llama") != "llama":
         raise ModelError(

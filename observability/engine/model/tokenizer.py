@@ -173,6 +173,7 @@ def from_directory(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    refuse_own_code(settings, f"{folder}/tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name; the one without a purpose is "default"
         template = next(
@@ -199,6 +200,15 @@ def byte_tokenizer() -> Tokenizer:
         [AddedToken(token, special=True, normalized=False) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     )
     return Tokenizer(backend, CHATML, {"bos_token": None, "eos_token": "<|im_end|>"})
+
+
+def refuse_own_code(settings: Mapping[str, Any], source: str) -> None:
+    """Raises ModelError for settings that name Python code of the model's own: it is never run, and without it results may be others."""
+    if settings.get("auto_map"):
+        raise ModelError(
+            f"{source}: auto_map names code of the model's own, which is not run.",
+            next_step="Use a model whose architecture needs none, or take auto_map out if its results are the same without.",
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
