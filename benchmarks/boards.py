@@ -15,6 +15,7 @@ exemplars) have one hour of history. Needs prometheus and promtool 2.42 or later
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.server
 import json
@@ -70,7 +71,11 @@ def replica(number: int) -> str:
 class Template:
     """Series of one live engine as its Prometheus has them, and the text of its page."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, series: list[tuple[Labels, float]], page: str) -> None:
+        self.series, self.page = series, page
+
+    @classmethod
+    def measured(cls, folder: Path) -> Template:
         started: list[subprocess.Popen[bytes]] = []
         engine = live.LoadedEngine()
         try:
@@ -89,7 +94,7 @@ class Template:
             engine.overload.set()  # preemption, waiting, long requests: their series exist only then
             time.sleep(15)
             now = time.time()
-            self.series: list[tuple[Labels, float]] = [
+            series: list[tuple[Labels, float]] = [
                 (
                     result["metric"] | ({"instance": FIRST} if result["metric"].get("instance") == target else {}),
                     float(result["value"][1]),
@@ -97,11 +102,11 @@ class Template:
                 for result in prometheus.get("query", query='{__name__!=""}', time=now)["result"]
                 if math.isfinite(float(result["value"][1]))
             ]
-            self.page = httpx.get(engine.exporter.url).text
+            page = httpx.get(engine.exporter.url).text
         finally:
             engine.stop()
             end(started)
-        self.series += gpu_series()
+        return cls(series + gpu_series(), page)
 
     @property
     def exported(self) -> int:
@@ -378,7 +383,7 @@ def rule_times(folder: Path, template: Template, replicas: int, seconds: float) 
                 if errors := [rule["lastError"] for rule in group["rules"] if rule.get("lastError")]:
                     raise SystemExit(f"{group['name']}: {errors[0]}")
                 slowest[group["name"]] = max(slowest[group["name"]], group["evaluationTime"])
-        answer = httpx.get(f"{url}/api/v1/query", params={"query": 'count({job="kvscope"})'}, timeout=30).json()
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": 'count({job="kvscope"})'}, timeout=120).json()
         print(f"live series: {answer['data']['result'][0]['value'][1]} of {replicas} replicas")
     server.shutdown()
     server.server_close()
@@ -416,7 +421,7 @@ def main() -> None:
         "--rules-seconds", type=float, default=90, help="how long live replicas are scraped; 0: not at all"
     )
     parser.add_argument(
-        "--folder", type=Path, help="where the history is written, and kept [default: a temporary folder]"
+        "--folder", type=Path, help="where the history is kept for the next run [default: a temporary folder]"
     )
     args = parser.parse_args()
     boards = {name: board() for name, board in BOARDS.items() if not args.only or name in args.only}
@@ -425,23 +430,13 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvscope-boards-")))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "template").mkdir(exist_ok=True)
-        template = Template(folder / "template")
-        print(f"one replica exports {template.exported} series")
-        end_at = int(time.time()) - 2 * 3600
-        series = fleet(template, asked(boards), args.replicas)
-        began = time.monotonic()
-        samples = backfill(
-            folder, series, read_at_the_end(boards), args.hours, args.interval, args.raw_interval, end_at
-        )
-        print(
-            f"{samples / 1e6:.1f} M samples of {sum(map(len, series.values())):,} series written in {time.monotonic() - began:.0f} s"
-        )
+        template, end_at, samples = history(folder, boards, args)
         (folder / "prometheus.yml").write_text("{}")
         with running(folder, "data") as url:
             rows = measure(url, boards, template, [args.hours, 1.0], end_at)
+        report(rows)
         groups = rule_times(folder, template, args.replicas, args.rules_seconds) if args.rules_seconds else {}
-    report(rows, groups)
+        report_rules(groups)
     times = sorted(row["seconds"] for row in rows)
     shown = [
         Row("all queries of all boards, p95", times[math.ceil(0.95 * len(times)) - 1], "s"),
@@ -454,7 +449,32 @@ def main() -> None:
     keep(args, shown, {"samples": samples, "queries": rows, "rule_groups": groups})
 
 
-def report(rows: list[dict[str, Any]], groups: dict[str, float]) -> None:
+def history(folder: Path, boards: dict[str, Any], args: argparse.Namespace) -> tuple[Template, int, int]:
+    """(what one replica has, end of the history in Unix seconds, samples): written to `folder`, or found there from a run of the same size."""
+    size = {key: getattr(args, key) for key in ("replicas", "hours", "interval", "raw_interval", "only")}
+    made = folder / "made.json"
+    if made.exists() and (kept := json.loads(made.read_text()))["size"] == size:
+        return Template(kept["series"], kept["page"]), kept["end_at"], kept["samples"]
+    shutil.rmtree(folder / "data", ignore_errors=True)
+    (folder / "template").mkdir(exist_ok=True)
+    template = Template.measured(folder / "template")
+    print(f"one replica exports {template.exported} series")
+    end_at = int(time.time()) - 2 * 3600
+    series = fleet(template, asked(boards), args.replicas)
+    began = time.monotonic()
+    samples = backfill(folder, series, read_at_the_end(boards), args.hours, args.interval, args.raw_interval, end_at)
+    print(
+        f"{samples / 1e6:.1f} M samples of {sum(map(len, series.values())):,} series written in {time.monotonic() - began:.0f} s"
+    )
+    made.write_text(
+        json.dumps(
+            {"size": size, "series": template.series, "page": template.page, "end_at": end_at, "samples": samples}
+        )
+    )
+    return template, end_at, samples
+
+
+def report(rows: list[dict[str, Any]]) -> None:
     print(f"\n{'board':14}{'span':>6}{'queries':>9}{'empty':>7}{'median s':>10}{'p95 s':>8}{'max s':>8}")
     for name in dict.fromkeys(row["board"] for row in rows):
         for hours in dict.fromkeys(row["hours"] for row in rows):
@@ -472,6 +492,9 @@ def report(rows: list[dict[str, Any]], groups: dict[str, float]) -> None:
         print(
             f"  {row['seconds']:6.2f} s {row['hours']:g}h {row['series']:>5} series  {row['board']}: {row['panel']} [{row['chosen']}]"
         )
+
+
+def report_rules(groups: dict[str, float]) -> None:
     if groups:
         print("\nslowest evaluation of each rule group")
         for name, seconds in sorted(groups.items(), key=lambda item: -item[1]):
