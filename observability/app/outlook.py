@@ -5,18 +5,17 @@ Nothing here fits a model: forecasts are made by a worker and stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 
-from observability.app.queries import KV_USAGE, REQUESTS, quantile_signal
 from observability.app.view import View
+from observability.forecast import series
 from observability.forecast.backtest import SCORED_SECONDS
 from observability.forecast.quality import BASELINE, QUALITY_SECONDS
 from observability.forecast.series import READ_STEP, grid_step, on_grid
-from observability.objectives import TTFT
 from observability.signals import Signal
 from observability.store.forecasts import (
     HORIZON_STEPS,
@@ -29,7 +28,11 @@ from observability.store.forecasts import (
 )
 from observability.store.source import SeriesSource
 
-FORECAST_SIGNALS = (REQUESTS, KV_USAGE, quantile_signal(TTFT, 0.99))
+#: What is forecast, in the order of the page: load, room, latency, queue.
+FORECAST_SIGNALS = tuple(
+    series.FORECAST_SIGNALS[name]
+    for name in ("requests", "kv_usage", "ttft_p99", "e2e_p99", "queue", "kv_free_tokens", "kv_free_requests")
+)
 MEDIAN = level_column(0.5)
 #: Bands drawn, widest first: share -> its lower and upper quantile.
 BANDS = {
@@ -227,3 +230,26 @@ def ten_minute_means(source: SeriesSource, view: View, signal: Signal) -> pd.Ser
     seconds = frame["time"].to_numpy(dtype="datetime64[s]").astype("int64").astype("float64")
     ends, means = on_grid(seconds, frame["value"].to_numpy(dtype="float64"), start, end)
     return pd.Series(means, index=pd.to_datetime(ends, unit="s", utc=True).as_unit("ns")).dropna()
+
+
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """A limit that a signal may pass within the forecast's hour: the chance, and the seconds from `now` until it is more likely than not to
+    have been passed (None: beyond the hour; below 0: it should have been by now)."""
+
+    signal: Signal
+    breach: Breach
+    chance: float
+    seconds: float | None
+
+
+def risks(seen: Sequence[Outlook], now: float) -> list[Risk]:
+    """Every limit of the given forecasts that were not refused, the likeliest first."""
+    found = []
+    for each in seen:
+        if each.refused or each.origin is None:
+            continue
+        for breach in each.breaches:
+            until = breach.seconds_until()
+            found.append(Risk(each.signal, breach, breach.chance, None if until is None else each.origin + until - now))
+    return sorted(found, key=lambda risk: -risk.chance)

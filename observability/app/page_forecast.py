@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from html import escape
 
 import pandas as pd
 import streamlit as st
 
 from observability.app import charts, outlook, queries, ui
-from observability.app.outlook import Lately, Outlook
+from observability.app.outlook import Lately, Outlook, Prospect, Risk
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
 from observability.app.view import View, moment
+from observability.errors import KvscopeError
+from observability.forecast.quality import BASELINE
+from observability.objectives import LATENCY_OBJECTIVES
 from observability.signals import Signal
-from observability.store.forecasts import DEFAULT_MODEL, MODEL_TITLES
+from observability.store.forecasts import DEFAULT_MODEL, MODEL_TITLES, MODELS
 
-QUESTIONS = {
-    queries.REQUESTS.name: "How much load comes next hour?",
-    queries.KV_USAGE.name: "Will the KV pool fill up?",
-    outlook.FORECAST_SIGNALS[2].name: "Will time to first token P99 hold?",
-}
-HEIGHT = 385
+QUESTIONS = dict(
+    zip(
+        (signal.name for signal in outlook.FORECAST_SIGNALS),
+        (
+            "How much load comes next hour?", "Will the KV pool fill up?", "Will time to first token P99 hold?",
+            "Will request duration P99 hold?", "Will a queue build up?", "How many tokens will have room?", "How many more requests will have room?",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+#: A limit in words, by the name that a forecast gives it.
+LIMIT_TITLES = {
+    "kv_usage_warning": "KV pool held", "kv_exhaustion": "KV pool exhausted", "kv_room": "Room for requests",
+    **{objective.name: f"{objective.title} P99" for objective in LATENCY_OBJECTIVES},
+}  # fmt: skip
+HEIGHT = 250
 #: Forecasts are made every ten minutes; one whose data end this long before the view was not renewed.
 OLD_SECONDS = 1500.0
 #: Fewer chances with an outcome, or fewer of them that came true, say nothing of how true chances are.
@@ -43,29 +57,157 @@ NOTE = (
 )
 
 
+Seen = Callable[[Signal], Prospect]
+RISKS_NOTE = (
+    "Of the newest forecast of the model chosen above. The chance is counted over some hundred paths of the next hour and corrected by its own past "
+    "outcomes. Time: the end of the ten minutes by which the limit is more likely than not to have been passed. Not every objective is forecast."
+)
+CHOICE_NOTE = (
+    "Mean absolute error of the stored forecasts of the last three days, of the origins that all models have, beside that of taking the last value for "
+    "the next hour. Skill and coverage are of the last 24 hours. `kvscope forecast` makes all of them; alerts use the automatic one."
+)
+
+
 def draw(context: Context) -> None:
-    """One card a signal: history, past forecasts, next hour, and the models side by side."""
-    model = st.segmented_control(
-        "Forecast model", outlook.models_of(context.source, context.view), default=DEFAULT_MODEL, key="by", bind="query-params", required=True,
+    """What may be missed and when, which model is good at what, then one card a signal, and whether chances came true."""
+    chosen = st.segmented_control(
+        "Forecast model", _models(context), default=DEFAULT_MODEL, key="by", bind="query-params", required=True,
         label_visibility="collapsed", format_func=MODEL_TITLES.__getitem__,
     )  # fmt: skip
-    for column, signal in zip(st.columns(len(outlook.FORECAST_SIGNALS)), outlook.FORECAST_SIGNALS, strict=True):
-        write = functools.partial(_forecast, signal=signal, model=model or DEFAULT_MODEL)
-        with column:
-            ui.text_card(
-                context, _key(signal), QUESTIONS[signal.name], "10-min means", [signal], write, height=HEIGHT, note=NOTE
-            )
+    model = chosen or DEFAULT_MODEL
 
-    write_chances = functools.partial(_chances, model=model or DEFAULT_MODEL)
+    known: dict[str, Prospect] = {}  # cards of one drawing share what they read
+
+    def seen(signal: Signal) -> Prospect:
+        if signal.name not in known:
+            known[signal.name] = outlook.prospect(context.source, context.view, signal)
+        return known[signal.name]
+
+    left, right = st.columns([2, 3])
+    with left:
+        ui.text_card(
+            context, "forecast-risks", "What may be missed within the hour, and when?", MODEL_TITLES[model], outlook.FORECAST_SIGNALS,
+            lambda c: _risks(c, model, seen), note=RISKS_NOTE,
+        )  # fmt: skip
+    with right:
+        ui.text_card(
+            context, "forecast-choice", "Which model, and why?", "3 days", outlook.FORECAST_SIGNALS, lambda c: _choice(c, model, seen),
+            note=CHOICE_NOTE,
+        )  # fmt: skip
+    signals = outlook.FORECAST_SIGNALS
+    for row in (signals[:2], signals[2:4], signals[4:]):
+        for column, signal in zip(st.columns(len(row)), row, strict=True):
+            write = functools.partial(_forecast, signal=signal, model=model, seen=seen)
+            with column:
+                ui.text_card(
+                    context,
+                    _key(signal),
+                    QUESTIONS[signal.name],
+                    "10-min means",
+                    [signal],
+                    write,
+                    height=HEIGHT,
+                    note=NOTE,
+                )
     ui.text_card(
-        context, "forecast-chances", "Can its chances be trusted?", "all limits, 3 days", outlook.FORECAST_SIGNALS, write_chances,
+        context, "forecast-chances", "Can its chances be trusted?", "all limits, 3 days", signals, lambda c: _chances(c, model, seen),
         height=CHANCES_HEIGHT, note=CHANCES_NOTE,
     )  # fmt: skip
 
 
-def _chances(context: Context, model: str) -> Content:
-    prospects = [outlook.prospect(context.source, context.view, signal) for signal in outlook.FORECAST_SIGNALS]
-    tried = pd.concat([each.chances for seen in prospects for each in seen.models if each.model == model])
+def _models(context: Context) -> list[str]:
+    try:
+        return outlook.models_of(context.source, context.view)
+    except KvscopeError:  # each card says it in its place
+        return list(MODELS)
+
+
+def _of(prospect: Prospect, model: str) -> Outlook | None:
+    return next((each for each in prospect.models if each.model == model), None)
+
+
+def _risks(context: Context, model: str, seen: Seen) -> Content:
+    looks = [look for signal in outlook.FORECAST_SIGNALS if (look := _of(seen(signal), model)) is not None]
+    found = outlook.risks(looks, context.view.end)
+    if not found:
+        refused = next((f"No forecast: {look.refused}" for look in looks if look.refused), "")
+        return Content(
+            absent=refused or "No forecast with limits has been stored. Start `kvscope forecast` beside the recorder."
+        )
+    data = pd.DataFrame([(LIMIT_TITLES.get(r.breach.name, r.breach.name), r.breach.limit, r.chance, r.seconds) for r in found],
+                        columns=["limit", "value", "chance", "seconds_until"])  # fmt: skip
+    return Content(risks_table(found), data=data)
+
+
+def risks_table(found: Sequence[Risk]) -> str:
+    """HTML: each limit with its chance and the time until it is passed, the objectives that are not forecast last."""
+    rows = "".join(
+        f'<tr class="{"" if risk.chance >= 0.05 else "quiet"}"><td>{escape(LIMIT_TITLES.get(risk.breach.name, risk.breach.name))}</td>'
+        f"<td>{'below' if risk.breach.below else 'above'} {setting(risk.breach.limit, risk.signal.unit)}</td>"
+        f'<td class="{"worse" if risk.chance >= 0.5 else ""}">{_chance(risk.chance)}</td><td>{_until(risk.seconds)}</td></tr>'
+        for risk in found
+    )
+    told = {risk.breach.name for risk in found}
+    lacking = [objective for objective in LATENCY_OBJECTIVES if objective.name not in told]
+    rows += "".join(f'<tr class="quiet"><td>{escape(LIMIT_TITLES[each.name])}</td><td>above {setting(each.threshold_seconds, "seconds")}</td><td>{ABSENT}</td><td>not forecast</td></tr>' for each in lacking)  # fmt: skip
+    return f'<table class="plain"><tr><th></th><th>limit</th><th>chance within 1 h</th><th>time until then</th></tr>{rows}</table>'
+
+
+def _until(seconds: float | None) -> str:
+    if seconds is None:
+        return "&gt; 1 h"
+    return f"within {max(1, math.ceil(seconds / 60))} min" if seconds > 0 else "now"
+
+
+def _choice(context: Context, model: str, seen: Seen) -> Content:
+    rows, lines = [], []
+    for signal in outlook.FORECAST_SIGNALS:
+        models = seen(signal).models
+        scored = {each.model: each.accuracy.mae for each in models if each.accuracy}
+        look = _of(seen(signal), model)
+        if not scored:
+            lines.append(
+                f'<tr class="quiet"><td>{escape(signal.title)}</td><td colspan="5">no forecast with an outcome yet</td></tr>'
+            )
+            continue
+        base, mine = scored.get(BASELINE), scored.get(model)
+        least = [name for name, mae in scored.items() if mae == min(scored.values())]
+        lately = None if look is None else look.lately
+        skill = ABSENT if lately is None or lately.skill is None else f"{lately.skill:.2f}"
+        covers = ABSENT if lately is None else percent(lately.coverage[0.95])
+        told = [ABSENT if value is None else error(value, signal.unit) for value in (mine, base)]
+        best = MODEL_TITLES[least[0]] if len(least) == 1 else "several alike"
+        mark = ' class="best"' if least == [model] else ""
+        lines.append(
+            f"<tr><td>{escape(signal.title)}</td><td>{escape(best)}</td><td{mark}>{told[0]}</td><td>{told[1]}</td><td>{skill}</td><td>{covers}</td></tr>"
+        )
+        rows += [(signal.title, each.model, scored.get(each.model)) for each in models]
+    if not rows:
+        return Content(
+            absent="No stored forecast has an outcome yet: the first hour after `kvscope forecast` began tells."
+        )
+    head = f"<tr><th></th><th>least error</th><th>error of {escape(MODEL_TITLES[model])}</th><th>of the last value</th><th>skill 24 h</th><th>95 % covers</th></tr>"
+    why = f'<p class="limits">{WHY[model]}</p>'
+    return Content(
+        f'<table class="plain">{head}{"".join(lines)}</table>{why}',
+        data=pd.DataFrame(rows, columns=["signal", "model", "mean_error"]),
+    )
+
+
+#: What a model is, and why one would choose it.
+WHY = {
+    "auto": "Auto stack weighs 19 simple models by their newest errors at each step, so it follows whichever is right now; it is what alerts use. With less "
+    "than two days of history it falls back to smoothing and says so in its card.",
+    "prophet": "Prophet with AR(1) on its newest residual: a daily shape and a trend. Good where days repeat; needs two days.",
+    "last_value": "The last ten minutes, for the whole hour: what every other model has to beat.",
+    "seasonal_naive": "The same hour yesterday: right where days repeat and nothing else changed.",
+    "pooled": "A small network that learned from all series together, off-line, what the stack errs by; half that and half the stack.",
+}
+
+
+def _chances(context: Context, model: str, seen: Seen) -> Content:
+    prospects = [seen(signal) for signal in outlook.FORECAST_SIGNALS]
+    tried = pd.concat([each.chances for found in prospects for each in found.models if each.model == model])
     events = int(tried["happened"].sum())
     if len(tried) < MIN_CHANCES or not events >= MIN_EVENTS:
         return Content(
@@ -87,14 +229,12 @@ def _key(signal: Signal) -> str:
     return f"forecast-{signal.name.split(':')[1]}"
 
 
-def _forecast(context: Context, signal: Signal, model: str) -> Content:
-    source, view = context.source, context.view
-    prospect = outlook.prospect(source, view, signal)
-    seen = prospect.models
-    chosen = next((each for each in seen if each.model == model), None)
+def _forecast(context: Context, signal: Signal, model: str, seen: Seen) -> Content:
+    view, prospect = context.view, seen(signal)
+    models, chosen = prospect.models, _of(prospect, model)
     if chosen is None:
         return Content(absent=f"No forecast of this series by {MODEL_TITLES[model]} has been stored.")
-    if all(each.origin is None for each in seen):
+    if all(each.origin is None for each in models):
         if prospect.came.empty:
             return Content(absent=ui.why_absent(context, [signal]))
         return Content(
@@ -106,9 +246,11 @@ def _forecast(context: Context, signal: Signal, model: str) -> Content:
         prospect.came, chosen.past, chosen.ahead, signal.unit, context.frame(HEIGHT, lines),
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
-    data = pd.concat([each.ahead.assign(model=each.model) for each in seen], ignore_index=True).drop(columns="breaches")
+    data = pd.concat([each.ahead.assign(model=each.model) for each in models], ignore_index=True).drop(
+        columns="breaches"
+    )
     words = headline(chosen, view.end) + limits_line(chosen, view.end)
-    return Content(words, figure, data=data, below=models_table(seen, signal, view))
+    return Content(words, figure, data=data, below=models_table(models, signal, view))
 
 
 def headline(chosen: Outlook, now: float) -> str:

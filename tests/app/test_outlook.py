@@ -13,12 +13,13 @@ import pandas as pd
 import pytest
 
 from observability.app import charts, outlook
-from observability.app.page_forecast import _chances, between, error, headline, limits_line, models_table
+from observability.app.page_forecast import _chances, between, error, headline, limits_line, models_table, risks_table
 from observability.app.ui import Context
 from observability.app.view import View
 from observability.forecast.backtest import scores
 from observability.forecast.quality import quality
 from observability.forecast.series import read_series
+from observability.objectives import LATENCY_OBJECTIVES
 from observability.store.embedded import EmbeddedStore, create
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Breach, Forecast
 from tests.app import synthetic
@@ -218,7 +219,26 @@ def test_with_few_outcomes_the_page_says_so_instead_of_drawing(
     store = create(tmp_path / "store.db")
     store.append(SIGNAL.name, rows[SIGNAL.name])
     context = Context(store, view, ())
-    assert "0 chances of Auto stack have an outcome" in _chances(context, "auto").absent
+    said = _chances(context, "auto", lambda signal: outlook.prospect(store, view, signal))
+    assert "0 chances of Auto stack have an outcome" in said.absent
+
+
+def test_risks_are_the_stored_chances_the_likeliest_first_with_objectives_that_are_not_forecast(
+    source: EmbeddedStore, view: View
+) -> None:
+    looks = [
+        next(m for m in outlook.prospect(source, view, s).models if m.model == "auto") for s in outlook.FORECAST_SIGNALS
+    ]
+    found = outlook.risks(looks, view.end)
+    truth = []
+    for signal in outlook.FORECAST_SIGNALS:
+        newest = max(source.stored_forecasts(signal.name, view.where, "auto"), key=lambda made: made.origin)
+        truth += [(signal.name, each.limit, each.chances[-1]) for each in newest.breaches]
+    assert sorted((r.signal.name, r.breach.limit, r.chance) for r in found) == sorted(truth)
+    assert [r.chance for r in found] == sorted((chance for _, _, chance in truth), reverse=True)
+    table = risks_table(found)
+    assert table.count("not forecast") == len(LATENCY_OBJECTIVES), "the synthetic limits are no objectives"
+    assert outlook.risks([replace(looks[0], refused="no data")], view.end) == []
 
 
 def test_no_page_fits_a_model() -> None:

@@ -16,7 +16,7 @@ from tests.app.conftest import Start
 from tests.conftest import wait_for
 
 #: Page in the URL -> number of its charts.
-CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "hardware": 7, "forecast": 4}
+CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "hardware": 7, "forecast": 8}
 NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "hardware": "hardware", "forecast": "forecast"}
 
 
