@@ -195,7 +195,7 @@ def _inside(spans: Sequence[tuple[float, float]], view: View) -> list[tuple[floa
 
 def _value_axis(sheet: _Sheet, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
     """Sets the y axis for values up to `largest` in `unit`; returns the factor that values are drawn with."""
-    top = max([largest, *(line.value for line in lines if line.value <= 4 * largest)])
+    top = max([largest, *(line.value for line in lines if line.value <= 4 * largest or not largest)])
     factor, name = axis_unit(unit, top)
     if unit in ("requests", "blocks", "tokens"):
         top = max(top, 3.0)  # whole things: no ticks between 0 and 1
@@ -286,6 +286,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
         total = on_grid(past, frame.view)
     largest = max(float(wide.sum(axis=1).max()), 0.0 if total is None else float(total.max()))
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded=share)
+    told = wide.columns[wide.max() >= 0.01 * largest]  # slivers are named on hover
     times = wide.index.to_series()
     piece = (times.diff() > pd.Timedelta(seconds=1.5 * frame.view.step)).cumsum()
     for number, (_, part) in enumerate(wide.groupby(piece)):
@@ -299,7 +300,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
             sheet.add(
             "scatter",
                 x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
-                stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0, mode="lines",
+                stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0 and name in told, mode="lines",
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
                 customdata=_hover(values, unit), hovertemplate="%{customdata}",
             )  # fmt: skip
@@ -361,6 +362,28 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     title = {"text": "up to … adjacent allocatable blocks", "font": {"size": 10}, "standoff": 2}
     sheet.x |= {"type": "category", "tickangle": 0, "title": title}
     sheet.y |= {"range": [0, max(float(data["runs"].max()), 4.0) * 1.2]}
+    return sheet.figure()
+
+
+def survival(data: pd.DataFrame, height: int = 210) -> go.Figure:
+    """Share that lives longer than an age, one step line a pool, over ages on a log axis. `data`: pool, age (seconds), value."""
+    sheet = _Sheet(height, hovermode="x unified")
+    for i, (pool, rows) in enumerate(data.groupby("pool")):
+        sheet.add(
+            "scatter",
+            x=rows["age"], y=rows["value"] * 100, name=readable(str(pool)), mode="lines+markers", showlegend=data["pool"].nunique() > 1,
+            line={"color": SERIES[i % len(SERIES)], "width": 1.8}, marker={"size": 4},
+            customdata=[f"{quantity(v, 'ratio')} live longer than {quantity(a, 'seconds')}" for a, v in zip(rows["age"], rows["value"], strict=True)],
+            hovertemplate="%{customdata}",
+        )  # fmt: skip
+    ages = [a for a in (0.1, 1, 10, 60, 600, 3600, 86400) if data["age"].min() <= a <= data["age"].max()]
+    sheet.x |= {
+        "type": "log",
+        "tickvals": ages,
+        "ticktext": [quantity(a, "seconds").replace(".00", "").replace(".0", "") for a in ages],
+        "showgrid": True,
+    }
+    sheet.y |= {"range": [0, 104], "ticksuffix": "%", "tickvals": [0, 25, 50, 75, 100]}
     return sheet.figure()
 
 

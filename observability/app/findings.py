@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from observability import catalog
 from observability.app.queries import Makeup
@@ -15,6 +16,15 @@ from observability.app.units import percent, quantity
 from observability.objectives import KV_USAGE_WARNING
 
 ANY = "*"
+
+
+TTFT_RUNBOOK, ITL_RUNBOOK, DURATION_RUNBOOK = (f"Kvscope{name}BudgetBurn" for name in ("TTFT", "ITL", "Duration"))
+_FULL, _QUEUE, _PREEMPTED, _QUANT = (
+    "KvscopeKVCacheExhausted",
+    "KvscopeQueueGrowing",
+    "KvscopePreemptionStorm",
+    "KvscopeQuantizationError",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +37,34 @@ class Rule:
     do: Sequence[str]
     page: str  # where the evidence continues: url path of a page
     if_kv_full: bool | None = None  # True: only above KV_USAGE_WARNING, False: only below, None: either
+    runbook: str = TTFT_RUNBOOK  # what to do in full: a page of alerts/runbooks
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         "kv_wait", ANY, "They wait for KV blocks: the pool is too small for what is admitted.",
         ("Store KV as int8, or give the pool more blocks.", "Lower the number of running requests, so that those admitted finish.",
-         "Send long prompts to another replica."), "kv-cache",
+         "Send long prompts to another replica."), "kv-cache", runbook=_FULL,
     ),
     Rule(
         "queued", ANY, "They queue because the KV pool is full: nothing is admitted until a running request ends.",
         ("Store KV as int8, or give the pool more blocks.", "Add a replica, or send long prompts elsewhere.",
-         "Look at the hit rate: shared prefixes that are evicted are computed and stored again."), "kv-cache", if_kv_full=True,
+         "Look at the hit rate: shared prefixes that are evicted are computed and stored again."), "kv-cache", if_kv_full=True, runbook=_FULL,
     ),
     Rule(
         "queued", "forward_prefill", "They queue behind the prefill of other prompts while KV blocks are free.",
         ("Add a replica, or spread arrivals: the engine has more prompt tokens than it can compute.",
          "Raise the prefix hit rate: a hit is prefill that is not computed.",
-         "Give short prompts a class that may overtake."), "kv-cache", if_kv_full=False,
+         "Give short prompts a class that may overtake."), "kv-cache", if_kv_full=False, runbook=_QUEUE,
     ),
     Rule(
         "queued", ANY, "They queue for a place in the batch while KV blocks are free.",
         ("Raise the number of requests that may run at once, if ITL has room.",
-         "Add a replica if running requests stay at their limit."), "", if_kv_full=False,
+         "Add a replica if running requests stay at their limit."), "batching", if_kv_full=False, runbook=_QUEUE,
     ),
     Rule(
         "queued", ANY, "They queue before they are admitted.",
-        ("See on Now whether KV use or the number of running requests is at its limit.", "Add a replica or shed load."), "",
+        ("See on Now whether KV use or the number of running requests is at its limit.", "Add a replica or shed load."), "", runbook=_QUEUE,
     ),
     Rule(
         "prefill", "forward_prefill", "They compute their own prompt: long prompts or few prefix hits.",
@@ -62,30 +73,30 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prefill", "forward_decode", "Their prefill shares each step with the decode of others.",
-        ("Raise the tokens of a step, so that a prompt needs fewer steps.", "Lower the number of running requests."), "",
+        ("Raise the tokens of a step, so that a prompt needs fewer steps.", "Lower the number of running requests."), "batching",
     ),
     Rule(
         "decode", "forward_prefill", "Their decode stalls while prompts of others are prefilled in the same steps.",
         ("Lower the tokens of a step (prefill chunk), so that a decode step waits less.",
-         "Send long prompts to replicas of their own."), "kv-cache",
+         "Send long prompts to replicas of their own."), "batching", runbook=ITL_RUNBOOK,
     ),
     Rule(
         "decode", "forward_decode", "They decode: long outputs, or large batches that make each token slow.",
         ("Compare ITL with its objective: over it, lower the number of running requests; under it, outputs are long.",
-         "Set or lower the output limit where clients allow it."), "",
+         "Set or lower the output limit where clients allow it."), "batching", runbook=DURATION_RUNBOOK,
     ),
     Rule(
         "decode", "dequant", "Their decode reads quantized KV: dequantization takes more than the model.",
-        ("Keep the recent window or this length class unquantized.",), "kv-cache",
+        ("Keep the recent window or this length class unquantized.",), "quantization", runbook=_QUANT,
     ),
     Rule(
         "preempted", ANY, "They were preempted: their KV blocks were given up and computed again.",
         ("Lower the number of running requests, so that those admitted keep their blocks.",
-         "Store KV as int8, or give the pool more blocks."), "kv-cache",
+         "Store KV as int8, or give the pool more blocks."), "batching", runbook=_PREEMPTED,
     ),
     Rule(
         "swapped", ANY, "They wait for KV blocks that come back from host memory.",
-        ("Prefetch earlier, or give the device pool more blocks.",), "kv-cache",
+        ("Prefetch earlier, or give the device pool more blocks.",), "kv-cache", runbook=_FULL,
     ),
     # Foreign engines tell the state alone.
     Rule(
@@ -94,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "decode", catalog.UNTOLD, "They decode: long outputs, or large batches and prefills of others that make each token slow.",
-        ("Compare ITL with its objective: over it, lower the number of running requests or the tokens of a step; under it, outputs are long.",), "",
+        ("Compare ITL with its objective: over it, lower the number of running requests or the tokens of a step; under it, outputs are long.",), "batching", runbook=DURATION_RUNBOOK,
     ),
     Rule(
         "frontend", catalog.UNTOLD, "They wait outside the engine: tokenizing, transport or a blocked event loop of the API server.",
@@ -106,22 +117,24 @@ RULES: tuple[Rule, ...] = (
 HOST_WORK = ("schedule", "kv_alloc", "kv_evict", "kv_move", "sample", "emit")
 HOST_RULE = Rule(
     ANY, ANY, "The time goes to the engine's own work around the model, not to the model.",
-    ("Profile the step loop: this part should be a few percent.", "Larger steps (more tokens each) have less of it per token."), "",
+    ("Profile the step loop: this part should be a few percent.", "Larger steps (more tokens each) have less of it per token."), "batching", runbook="KvscopeBusyLowThroughput",
 )  # fmt: skip
 IDLE_RULE = Rule(
     ANY, ANY, "They wait while the engine idles: something outside the step loop holds them.",
-    ("Look at the clients and the network in front of the engine.", "Look for a blocked event loop in the server."), "",
+    ("Look at the clients and the network in front of the engine.", "Look for a blocked event loop in the server."), "", runbook="KvscopeSchedulerStuck",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`headline` is the sentence, `evidence` the numbers behind it, `actions` what to do, `page` where to look next."""
+    """`headline` is the sentence, `evidence` the numbers behind it, `actions` what to do, `page` where to look next, `runbook` the
+    page of alerts/runbooks with the whole procedure."""
 
     headline: str
     evidence: tuple[str, ...]
     actions: tuple[str, ...]
     page: str
+    runbook: str
 
 
 def explain(slow: Makeup, typical: Makeup | None, kv_usage: float | None) -> Finding | None:
@@ -159,7 +172,12 @@ def explain(slow: Makeup, typical: Makeup | None, kv_usage: float | None) -> Fin
             )
     if kv_usage is not None and state in ("queued", "kv_wait", "preempted"):
         evidence.append(f"Running requests hold {percent(kv_usage)} of the KV pool.")
-    return Finding(rule.says, tuple(evidence), tuple(rule.do), rule.page)
+    return Finding(rule.says, tuple(evidence), tuple(rule.do), rule.page, rule.runbook)
+
+
+def runbook(name: str) -> str:
+    """The runbook of that name as Markdown."""
+    return (resources.files("alerts") / "runbooks" / f"{name}.md").read_text(encoding="utf-8")
 
 
 _PLACE = {

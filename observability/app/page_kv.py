@@ -1,14 +1,32 @@
-"""KV cache: what is reused, what fills the pool, how broken up the free space is, and what quantization costs."""
+"""KV cache: what is reused, how long it lives, what fills the pool, and how broken up the free space is."""
 
 from __future__ import annotations
 
+import pandas as pd
 import streamlit as st
 
 from observability import catalog
 from observability.app import charts, queries, ui
 from observability.app.ui import Context, Panel
-from observability.app.units import setting
-from observability.objectives import QUANT_ERROR_WARNING
+from observability.app.view import View
+from observability.signals import BY_NAME
+from observability.store.source import SeriesSource
+
+REUSE_SIGNALS = {
+    name: BY_NAME[f"model_pool:kvscope_kv_{part}_seconds:p50_5m"]
+    for name, part in (("reused after", "reuse_gap"), ("evicted after", "idle_before_eviction"))
+}
+REGRET_SHARE = BY_NAME["model_window:kvscope_kv_regret:ratio_rate5m"]
+PREFETCHED = BY_NAME["model_outcome:kvscope_kv_prefetch_blocks:rate5m"]
+MOVED = BY_NAME["model_reason:kvscope_kv_moved_blocks:rate5m"]
+
+
+def _exact_pool(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Idle times of the device's exact pool."""
+    read = {name: queries.over_time(source, view, signal) for name, signal in REUSE_SIGNALS.items()}
+    told = [frame[frame["pool"] == "exact"].assign(series=name) for name, frame in read.items()]
+    return pd.concat(told, ignore_index=True)[["time", "series", "value"]]
+
 
 HITS = Panel(
     "hits", "How much of a prompt is reused?", "% of tokens",
@@ -22,7 +40,7 @@ HITS_OVER_TIME = Panel(
     "hits-over-time", "When did the hit rate change?", "% of queried tokens", (queries.HIT_RATE_BY_LENGTH,),
     lambda source, view: queries.over_time(source, view, queries.HIT_RATE_BY_LENGTH).rename(columns={"length_bucket": "series"}),
     lambda data, frame: charts.lines(data, "ratio", frame, bounded=True, order=catalog.LENGTH_BUCKETS),
-    note="By prompt length in tokens.",
+    note="By prompt length in tokens.", compared=True,
 )  # fmt: skip
 OCCUPANCY = Panel(
     "occupancy", "What fills the pool?", "blocks", (queries.BLOCKS,),
@@ -35,20 +53,20 @@ LAYOUTS = Panel(
     "layouts", "Which layouts do running requests use?", "blocks", (queries.LAYOUTS,),
     lambda source, view: queries.over_time(source, view, queries.LAYOUTS).rename(columns={"layout": "series"}),
     lambda data, frame: charts.stacked(data, "blocks", frame, order=catalog.LAYOUTS),
-    note="Block table entries; a block that requests share counts once a request.",
+    compared=True, note="Block table entries; a block that requests share counts once a request.",
 )  # fmt: skip
 FRAGMENTATION = Panel(
     "fragmentation", "How much space is lost to fragmentation?", "%", (queries.INTERNAL, queries.EXTERNAL),
     lambda source, view: queries.several_over_time(source, view, {"internal": queries.INTERNAL, "external": queries.EXTERNAL}),
     lambda data, frame: charts.lines(data, "ratio", frame, bounded=True),
-    note="internal: unused slots in active blocks, 1 - tokens / (blocks x block size). external: 1 - largest run of "
+    compared=True, note="internal: unused slots in active blocks, 1 - tokens / (blocks x block size). external: 1 - largest run of "
     "adjacent allocatable blocks / allocatable blocks.",
 )  # fmt: skip
 EVICTIONS = Panel(
     "evictions", "How fast is cached content given up?", "blocks/s", (queries.EVICTED,),
     lambda source, view: queries.over_time(source, view, queries.EVICTED),
     lambda data, frame: charts.lines(data, "blocks/s", frame),
-    note="Cached blocks whose content was given up for another use.",
+    compared=True, note="Cached blocks whose content was given up for another use.",
 )  # fmt: skip
 FREE_RUNS = Panel(
     "free-runs", "How long are the free runs now?", "runs", (queries.FREE_RUNS,),
@@ -56,12 +74,37 @@ FREE_RUNS = Panel(
     lambda data, frame: charts.run_bars(data, frame.height),
     note="A contiguous layout needs a run of adjacent blocks that are free or evictable.",
 )  # fmt: skip
-QUANTIZATION = Panel(
-    "quantization", "What does quantization cost?", "relative RMS error", (queries.QUANT_ERROR,),
-    queries.quantization_error,
-    lambda data, frame: charts.lines(data, "ratio", frame),
-    lines=(charts.Line(QUANT_ERROR_WARNING, setting(QUANT_ERROR_WARNING, "ratio")),),
-    note="Dashed: the budget. Root of summed squared error over summed squared signal, on sampled live blocks, by tensor and layer group.",
+SURVIVAL = Panel(
+    "survival", "How long does cached content live?", "% alive after …", (BY_NAME["model_pool_le:kvscope_kv_block_survival:ratio_rate5m"],),
+    queries.survival_now,
+    lambda data, frame: charts.survival(data, frame.height),
+    note="Share of cached blocks that live longer than an age, by pool, over the last 5 minutes of the range. Blocks that still live count as "
+    "exposed, so there is no bias towards short lives.",
+)  # fmt: skip
+REUSE = Panel(
+    "reuse", "Is content kept until it is used again?", "median", tuple(REUSE_SIGNALS.values()),
+    _exact_pool,
+    lambda data, frame: charts.lines(data, "seconds", frame), compared=True,
+    note="Of the device's exact pool: idle time before a reuse against idle time before an eviction. Evicted sooner than reused: the cache is too small for its prefixes.",
+)  # fmt: skip
+REGRET = Panel(
+    "regret", "What was evicted and then asked for?", "% of queried tokens", (REGRET_SHARE,),
+    lambda source, view: queries.named_by(source, view, REGRET_SHARE, "window"),
+    lambda data, frame: charts.lines(data, "ratio", frame), compared=True,
+    note="Prompt tokens that were not hit because their block was evicted within the window before; what a larger cache could have served.",
+)  # fmt: skip
+PREFETCH = Panel(
+    "prefetch", "Does prefetch bring back what is used?", "blocks/s", (PREFETCHED,),
+    lambda source, view: queries.named_by(source, view, PREFETCHED, "outcome"),
+    lambda data, frame: charts.lines(data, "blocks/s", frame, order=("issued", "useful", "late", "wasted")), compared=True,
+    note="Blocks brought back from the host ahead of their use: issued, and of these useful (hit once there), late (hit on their way) and wasted "
+    "(evicted unused).",
+)  # fmt: skip
+MOVES = Panel(
+    "moves", "Why are blocks moved?", "blocks/s", (MOVED,),
+    lambda source, view: queries.named_by(source, view, MOVED, "reason"),
+    lambda data, frame: charts.lines(data, "blocks/s", frame), compared=True,
+    note="Blocks moved or rewritten: compaction, compress (quantized), offload and load (host tier), swap out and in.",
 )  # fmt: skip
 REGIONS = {
     "occupancy": Panel(
@@ -81,16 +124,14 @@ REGIONS = {
 
 
 def draw(context: Context) -> None:
-    """Reuse, occupancy, fragmentation, quantization."""
-    for row in ((HITS, HITS_OVER_TIME, QUANTIZATION), (OCCUPANCY, LAYOUTS, EVICTIONS)):
+    """Reuse, occupancy, residency, fragmentation, movement."""
+    for row in ((HITS, HITS_OVER_TIME, REGRET), (OCCUPANCY, LAYOUTS, EVICTIONS), (SURVIVAL, REUSE, PREFETCH)):
         for column, panel in zip(st.columns(3), row, strict=True):
             with column:
-                ui.card(context, panel, 210)
-    fragmentation, runs = st.columns([1, 1])
-    with fragmentation:
-        ui.card(context, FRAGMENTATION, 200)
-    with runs:
-        ui.card(context, FREE_RUNS, 200)
+                ui.card(context, panel, 200)
+    for column, panel in zip(st.columns(3), (FRAGMENTATION, FREE_RUNS, MOVES), strict=True):
+        with column:
+            ui.card(context, panel, 190)
     shown = st.segmented_control(
         "Heatmap", list(REGIONS), default="fragmentation", key="regions", bind="query-params", required=True,
         label_visibility="collapsed", format_func=lambda name: f"{name} by region",

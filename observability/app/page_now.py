@@ -9,12 +9,24 @@ from html import escape
 import pandas as pd
 import streamlit as st
 
-from observability.app import charts, findings, queries, ui
+from observability import catalog
+from observability.app import budget, charts, findings, queries, ui
 from observability.app.queries import Change
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
-from observability.objectives import KV_USAGE_WARNING, LATENCY_OBJECTIVES, LatencyObjective
+from observability.app.view import View
+from observability.objectives import (
+    BAD_OUTCOMES,
+    GOOD_OUTCOMES,
+    KV_USAGE_WARNING,
+    LATENCY_OBJECTIVES,
+    OBJECTIVES,
+    AvailabilityObjective,
+    LatencyObjective,
+    Objective,
+)
 from observability.signals import Signal
+from observability.store.source import SeriesSource
 
 Words = Callable[[Context, pd.DataFrame], str]
 _VERDICTS = {"met": "✓ met", "near": "▲ near", "missed": "✕ missed", "unknown": "no requests"}
@@ -27,17 +39,59 @@ def _objective_words(objective: LatencyObjective) -> Words:
             f'<div class="figure"><b>{quantity(now.p99, "seconds")}</b>'
             f'<em class="verdict {now.verdict}">{_VERDICTS[now.verdict]}</em>'
             f"<span>{quantity(now.share_over, 'ratio')} over {setting(objective.threshold_seconds, 'seconds')},"
-            f" {setting(now.allowed, 'ratio')} allowed</span></div>"
+            f" {setting(now.allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
         )
 
     return words
+
+
+def budget_line(context: Context, objective: Objective) -> str:
+    """What is left of the error budget and how fast it goes, as HTML."""
+    found = budget.budget(context.source, context.view, objective)
+    if found is None:
+        return '<p class="limits">No events yet, so no budget.</p>'
+    left = f"{found.left * 100:.0f} % left" if found.left >= 0 else f"overspent {1 - found.left:.1f} times"
+    spans = "30 d" if found.days >= 29.5 else f"30 d, from {found.days:.1f} d of data"
+    burns = ", ".join(
+        f"{value:.1f} × in {name}"
+        for name, value in (("1 h", found.burn_1h), ("6 h", found.burn_6h))
+        if value is not None
+    )
+    kind = "bad" if found.left <= 0 or (found.burn_1h or 0.0) > budget.FAST_BURN else ""
+    return f'<p class="limits {kind}">Budget of {spans}: <b>{left}</b>; burns {burns or "nothing"}</p>'
+
+
+def _outcome_shares(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Share of the requests that ended badly, of those that ended by anything but an abort."""
+    frame = queries.over_time(source, view, queries.OUTCOMES)
+    ended = frame[frame["outcome"].isin((*GOOD_OUTCOMES, *BAD_OUTCOMES))].groupby("time")["value"].sum()
+    bad = frame[frame["outcome"].isin(BAD_OUTCOMES)].groupby("time")["value"].sum().reindex(ended.index, fill_value=0.0)
+    return (bad / ended.where(ended > 0)).dropna().rename("value").rename_axis("time").reset_index()
+
+
+def _availability_panel(objective: Objective) -> Panel:
+    allowed = 1 - objective.target
+
+    def words(context: Context, data: pd.DataFrame) -> str:
+        failed = queries.current(data, context.view)
+        verdict = "unknown" if failed is None else "missed" if failed > allowed else "met"
+        return (
+            f'<div class="figure"><b>{quantity(failed, "ratio")}</b><em class="verdict {verdict}">{_VERDICTS[verdict]}</em>'
+            f"<span>failed, {setting(allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
+        )
+
+    return Panel(
+        f"objective-{objective.name}", "Do requests end well?", "% failed", (queries.OUTCOMES,), _outcome_shares,
+        lambda data, frame: charts.lines(data, "ratio", frame), lines=(charts.Line(allowed, setting(allowed, "ratio")),),
+        note="Requests that ended by error, refusal or deadline, of all that ended by anything but an abort.", words=words, compared=True,
+    )  # fmt: skip
 
 
 def _objective_panel(objective: LatencyObjective) -> Panel:
     p99, over = queries.quantile_signal(objective, 0.99), queries.over_threshold_signal(objective)
     line = charts.Line(objective.threshold_seconds, setting(objective.threshold_seconds, "seconds"))
     return Panel(
-        f"objective-{objective.name}", f"Is {objective.title.lower()} within its objective?", "P99", (p99, over),
+        f"objective-{objective.name}", f"Is {objective.title.lower()} good?", "P99", (p99, over),
         lambda source, view: queries.over_time(source, view, p99),
         lambda data, frame: charts.lines(data, "seconds", frame),
         lines=(line,),
@@ -65,7 +119,17 @@ def _saturation_panel(key: str, question: str, signal: Signal, note: str, lines:
     )  # fmt: skip
 
 
-OBJECTIVES = tuple(_objective_panel(o) for o in LATENCY_OBJECTIVES)
+def _busy(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Share of the engines' time that is not idle."""
+    shares = queries.step_shares(source, view)
+    busy = shares[shares["series"] != catalog.COMPONENTS[-1]].groupby("time")["value"].sum()
+    return busy.reset_index()
+
+
+PANELS = (
+    *(_objective_panel(o) for o in LATENCY_OBJECTIVES),
+    *(_availability_panel(o) for o in OBJECTIVES if isinstance(o, AvailabilityObjective) and not o.applies_to),
+)
 SATURATION = (
     _saturation_panel(
         "requests", "How much load arrives?", queries.REQUESTS, "Requests received per second, over five minutes."
@@ -78,18 +142,22 @@ SATURATION = (
     _saturation_panel(
         "waiting", "Is anybody waiting?", queries.WAITING, "Requests queued, waiting for KV blocks, or preempted."
     ),
-    _saturation_panel("running", "How many run at once?", queries.RUNNING, "Requests in prefill or decode."),
+    Panel(
+        "busy", "Is the engine busy?", "% of its time", (queries.STEP_SHARE,), _busy,
+        lambda data, frame: charts.lines(data, "ratio", frame, bounded=True), words=_value_words(queries.STEP_SHARE), compared=True,
+        note="Time that the engine's loop does not idle, over all engines of the model. Near 100 % with a queue: no capacity left.",
+    ),
 )  # fmt: skip
 
 
 def draw(context: Context) -> None:
     """Objectives, saturation, changes, and where the slow requests wait."""
-    for column, panel in zip(st.columns(len(OBJECTIVES)), OBJECTIVES, strict=True):
+    for column, panel in zip(st.columns(len(PANELS)), PANELS, strict=True):
         with column:
-            ui.card(context, panel, 118)
+            ui.card(context, panel, 90)
     for column, panel in zip(st.columns(len(SATURATION)), SATURATION, strict=True):
         with column:
-            ui.card(context, panel, 104)
+            ui.card(context, panel, 88)
     left, right = st.columns(2)
     with left:
         ui.text_card(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
+from html import escape
 
 import pandas as pd
 import streamlit as st
 
 from observability import catalog
-from observability.app import charts, findings, queries, ui
+from observability.app import charts, findings, queries, traces, ui
 from observability.app.queries import By, Makeup
+from observability.app.settings import TRACE_URL_VARIABLE
 from observability.app.ui import Content, Context, Panel
-from observability.app.units import setting
-from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
+from observability.app.units import quantity, setting
+from observability.app.view import View, moment
+from observability.objectives import E2E, LATENCY_OBJECTIVES, TTFT, LatencyObjective
 
 QUANTILES = {"P99": 0.99, "P90": 0.9, "P50": 0.5}
+#: Which requests are explained: name in the URL -> in words.
+WINDOWS = {"5m": "newest 5 min", "range": "all of the range"}
+SHOWN_REQUESTS = 6
+#: Pixels of one bar more.
+ROW_HEIGHT = 46
 ORDERS: dict[By, Sequence[str]] = {"state": catalog.SHOWN_STATES, "component": catalog.SHOWN_COMPONENTS}
 
 
@@ -48,57 +58,129 @@ def quantile_panel(objective: LatencyObjective) -> Panel:
 
 
 def draw(context: Context) -> None:
-    """Finding, make-up now and over time, quantiles."""
-    chosen = st.segmented_control(
-        "Quantile", list(QUANTILES), default="P99", key="q", bind="query-params", required=True,
-        label_visibility="collapsed", format_func=lambda name: f"{name}: {slowest(QUANTILES[name])}",
-    )  # fmt: skip
-    q = QUANTILES[chosen or "P99"]
+    """Finding, make-up now and over time, the slowest requests, quantiles."""
+    with st.container(horizontal=True, gap="small"):
+        chosen = st.segmented_control(
+            "Quantile", list(QUANTILES), default="P99", key="q", bind="query-params", required=True,
+            label_visibility="collapsed", format_func=lambda name: f"{name}: {slowest(QUANTILES[name])}",
+        )  # fmt: skip
+        window = st.segmented_control(
+            "Requests of", list(WINDOWS), default="5m", key="of", bind="query-params", required=True, label_visibility="collapsed",
+            format_func=WINDOWS.__getitem__,
+        )  # fmt: skip
+    q, whole = QUANTILES[chosen or "P99"], window == "range"
     signals = [queries.TAIL[q], queries.TAIL[0.5]]
     finding, bars = st.columns([5, 6])
+    more = 0 if context.earlier is None else ROW_HEIGHT
+    unit = f"mean seconds a request, {WINDOWS[window or '5m']}"
     with finding:
         ui.text_card(
-            context, "finding", f"Why are the {slowest(q)} slow?", "newest 5 min", [*signals, queries.KV_USAGE],
-            lambda c: _finding(c, q), height=250,
+            context, "finding", f"Why are the {slowest(q)} slow?", WINDOWS[window or "5m"], [*signals, queries.KV_USAGE],
+            lambda c: _finding(c, q, whole), height=300,
         )  # fmt: skip
     with bars:
+        for by, question, note, height in (
+            ("state", f"What are the {slowest(q)} made of?", "Against the slower half of all requests.", 112 + more),
+            ("component", "… and by the engine's step?", "What the engine was doing during that time.", 136 + more),
+        ):
+            ui.text_card(
+                context, "makeup-now" if by == "state" else "makeup-now-component", question, unit, signals,
+                functools.partial(_makeup, q=q, by=by, whole=whole, height=height), height=height, note=note,
+            )  # fmt: skip
+    lengths, requests = st.columns([5, 6])
+    with lengths:
         ui.text_card(
-            context, "makeup-now", f"What are the {slowest(q)} made of?", "mean seconds a request, newest 5 min", signals,
-            lambda c: _makeup(c, q, "state"), height=112, note="Against the slower half of all requests.",
+            context, "makeup-length", "… and by prompt length?", "mean seconds a request, newest 5 min",
+            [queries.TAIL_LENGTHS[q], queries.TAIL_LENGTHS[0.5]], lambda c: _lengths(c, q), height=140,
+            note="Seconds of the mean slow request by the prompt length of those that took them; adds up to the same latency. Under it: which share of "
+            "the slow requests each length is.",
         )  # fmt: skip
+    with requests:
         ui.text_card(
-            context, "makeup-now-component", "… and by the engine's step?", "mean seconds a request, newest 5 min", signals,
-            lambda c: _makeup(c, q, "component"), height=136, note="What the engine was doing during that time.",
+            context, "requests", "Which requests were the slowest?", "as noted by the engine", [], _requests, height=140,
+            note="Exemplars of request duration and time to first token: the newest request of each bucket at each scrape.",
         )  # fmt: skip
-    for column, by in zip(st.columns(2), ORDERS, strict=True):
+    for column, shown in zip(st.columns(2), ORDERS, strict=True):
         with column:
-            ui.card(context, makeup_panel(q, by), 220)
+            ui.card(context, makeup_panel(q, shown), 220)
     for column, objective in zip(st.columns(3), LATENCY_OBJECTIVES, strict=True):
         with column:
             ui.card(context, quantile_panel(objective), 190)
 
 
-def _finding(context: Context, q: float) -> Content:
+def _read(context: Context, view: View, q: float, whole: bool) -> Makeup | None:
+    return (queries.makeup_of_range if whole else queries.makeup_now)(context.source, view, q)
+
+
+def _finding(context: Context, q: float, whole: bool) -> Content:
     source, view = context.source, context.view
-    slow = queries.makeup_now(source, view, q)
+    slow = _read(context, view, q, whole)
     if slow is None:
         return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
     usage = queries.newest(queries.over_time(source, view, queries.KV_USAGE))
-    finding = findings.explain(slow, queries.makeup_now(source, view, 0.5), usage)
+    finding = findings.explain(slow, _read(context, view, 0.5, whole), usage)
     if finding is None:
         return Content(absent="The slowest requests took no measurable time.")
-    return Content(ui.finding_html(finding, actions=3), data=slow.rows())
+    return Content(
+        ui.finding_html(finding, actions=3),
+        data=slow.rows(),
+        more=(f"Runbook {finding.runbook}", findings.runbook(finding.runbook)),
+    )
 
 
-def _makeup(context: Context, q: float, by: str) -> Content:
-    made = [queries.makeup_now(context.source, context.view, each) for each in dict.fromkeys((q, 0.5))]
-    found = [makeup for makeup in made if makeup is not None]
+def _makeup(context: Context, q: float, by: str, whole: bool, height: int) -> Content:
+    made = {slowest(each): _read(context, context.view, each, whole) for each in dict.fromkeys((q, 0.5))}
+    if context.earlier is not None:
+        made[f"{slowest(q)}, {context.versus}"] = _read(context, context.earlier, q, whole)
+    found = {name: makeup for name, makeup in made.items() if makeup is not None}
     if not found:
         return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
-    rows = {slowest(makeup.q): _parts(makeup, by) for makeup in found}
-    data = pd.concat([makeup.rows().assign(requests=slowest(makeup.q)) for makeup in found])
-    return Content(figure=charts.makeup_bars(rows, 112), data=data)
+    rows = {name: makeup.matrix.sum(axis=1 if by == "state" else 0) for name, makeup in found.items()}
+    data = pd.concat([makeup.rows().assign(requests=name) for name, makeup in found.items()])
+    return Content(figure=charts.makeup_bars(rows, height), data=data)
 
 
-def _parts(makeup: Makeup, by: str) -> pd.Series:
-    return makeup.matrix.sum(axis=1 if by == "state" else 0)
+def _lengths(context: Context, q: float) -> Content:
+    views = {slowest(each): (context.view, each) for each in dict.fromkeys((q, 0.5))}
+    if context.earlier is not None:
+        views[f"{slowest(q)}, {context.versus}"] = (context.earlier, q)
+    rows = {name: queries.lengths_now(context.source, view, each) for name, (view, each) in views.items()}
+    rows = {name: parts for name, parts in rows.items() if len(parts)}
+    if not rows:
+        return Content(absent=ui.why_absent(context, [queries.TAIL_LENGTHS[q]]))
+    shares = queries.length_shares_now(context.source, context.view, q)
+    told = ", ".join(f"{quantity(share, 'ratio')} are {bucket}" for bucket, share in shares.items())
+    data = pd.concat([parts.rename("value").reset_index().assign(requests=name) for name, parts in rows.items()])
+    return Content(
+        figure=charts.makeup_bars(rows, 120), below=f'<p class="limits">Of the {slowest(q)}: {told}</p>', data=data
+    )
+
+
+def _requests(context: Context) -> Content:
+    view, noted = context.view, []
+    for objective in (E2E, TTFT):
+        found = context.source.exemplars(objective.family.name, view.start, view.end, view.model)
+        if found is None:
+            return Content(
+                absent="This source keeps no single requests. A Prometheus with `--enable-feature=exemplar-storage` does."
+            )
+        noted += [(objective.title, request) for request in found]
+    if not noted:
+        return Content(
+            absent="No request was noted in this range: exemplars come with an OpenMetrics scrape and `--enable-feature=exemplar-storage`."
+        )
+    rows, template = [], os.environ.get(TRACE_URL_VARIABLE, "")
+    slow = sorted(noted, key=lambda each: -each[1].seconds)[:SHOWN_REQUESTS]
+    for title, request in slow:
+        rows.append(
+            f"<tr><td>{escape(title)}</td><td>{quantity(request.seconds, 'seconds')}</td><td>{moment(request.time, view.zone):%H:%M:%S}</td>"
+            f"<td>{escape(request.labels.get('class', ''))}</td><td>{traces.link(template, request.ids)}</td></tr>"
+        )
+    head = "<tr><th></th><th>took</th><th>at</th><th>class</th><th>trace</th></tr>"
+    data = pd.DataFrame(
+        [
+            {"measured": t, "seconds": r.seconds, "time": pd.Timestamp(r.time, unit="s", tz="UTC"), **r.labels, **r.ids}
+            for t, r in slow
+        ]
+    )
+    return Content(f'<table class="plain">{head}{"".join(rows)}</table>', data=data)

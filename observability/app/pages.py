@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from observability.app import (
+    page_batching,
     page_engines,
     page_forecast,
     page_hardware,
     page_kv,
     page_now,
     page_p99,
+    page_quantization,
     page_trends,
     page_whatif,
 )
@@ -31,8 +33,10 @@ class AppPage:
 
 PAGES = (
     AppPage("Now", "", ":material/speed:", page_now.draw),
-    AppPage("KV cache", "kv-cache", ":material/grid_view:", page_kv.draw),
     AppPage("P99", "p99", ":material/timeline:", page_p99.draw),
+    AppPage("KV cache", "kv-cache", ":material/grid_view:", page_kv.draw),
+    AppPage("Quantization", "quantization", ":material/compress:", page_quantization.draw),
+    AppPage("Batching", "batching", ":material/stacks:", page_batching.draw),
     AppPage("Hardware", "hardware", ":material/memory:", page_hardware.draw),
     AppPage("Trends", "trends", ":material/show_chart:", page_trends.draw),
     AppPage("Forecast", "forecast", ":material/trending_up:", page_forecast.draw),

@@ -6,16 +6,19 @@ have is a missing row, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
+from exporters.adapters.capability import Capability
+from exporters.adapters.engines import ADAPTERS, capability
+from exporters.adapters.vllm_plugin import from_families
 from observability import catalog, objectives
 from observability.app.view import View
-from observability.objectives import LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
+from observability.objectives import E2E, LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
 from observability.signals import BY_NAME, SIGNALS, Signal
 from observability.store.source import SeriesSource
 
@@ -46,6 +49,15 @@ REGION_FRAGMENTATION = BY_NAME["model_region:kvscope_kv_region_fragmentation:rat
 FREE_RUNS = BY_NAME["model_le:kvscope_kv_free_runs:sum"]
 QUANT_ERROR = BY_NAME["model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m"]
 STEP_SHARE = BY_NAME["model_component:kvscope_step_seconds:rate5m"]
+STEP_TOKENS = BY_NAME["model_phase:kvscope_step_tokens:rate5m"]
+STEPS = BY_NAME["model_kind:kvscope_steps:rate5m"]
+TAIL_LENGTHS, TAIL_LENGTH_SHARES = (
+    {
+        q: BY_NAME[f"model_length_bucket:kvscope_request_length_phase_{what}:p{q * 100:g}_tail_mean5m"]
+        for q in (0.5, 0.9, 0.99)
+    }
+    for what in ("seconds", "requests")
+)
 TAIL = {
     q: BY_NAME[f"model_state_component:kvscope_request_phase_seconds:p{q * 100:g}_tail_mean5m"]
     for q in (0.5, 0.9, 0.99)
@@ -55,6 +67,11 @@ TAIL = {
 def quantile_signal(objective: LatencyObjective, q: float) -> Signal:
     """The recorded quantile `q` (0.5, 0.9 or 0.99) of an objective's latency."""
     return BY_NAME[f"model:{objective.family.name}:p{q * 100:g}_5m"]
+
+
+def events_signal(objective: LatencyObjective) -> Signal:
+    """The recorded rate of an objective's events."""
+    return BY_NAME[f"model:{objective.family.name}:rate5m"]
 
 
 def over_threshold_signal(objective: LatencyObjective) -> Signal:
@@ -231,6 +248,49 @@ def quantization_error(source: SeriesSource, view: View) -> pd.DataFrame:
     return frame.assign(series=frame["tensor"] + " " + frame["layer_group"] + scheme)
 
 
+def named_by(source: SeriesSource, view: View, signal: Signal, *labels: str) -> pd.DataFrame:
+    """Columns time, series (the values of `labels` in words), value; without labels there is one series."""
+    frame = over_time(source, view, signal)
+    if frame.empty or not labels:
+        return frame.assign(series="")[["time", "series", "value"]]
+    names = frame[labels[0]]
+    for label in labels[1:]:
+        if frame[label].nunique() > 1:
+            names = names + " " + frame[label]
+    return frame.assign(series=names)[["time", "series", "value"]]
+
+
+def survival_now(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Share of cached blocks that live longer than an age, at the newest time. Columns pool, age (seconds), value."""
+    frame = at_newest(over_time(source, view, BY_NAME["model_pool_le:kvscope_kv_block_survival:ratio_rate5m"]))
+    return frame.assign(age=frame["le"].astype(float)).sort_values(["pool", "age"])[["pool", "age", "value"]]
+
+
+# -- batching -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_forward_second(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Tokens that the model computes for each second of its forward passes. Columns time, value; absent where none ran."""
+    tokens = over_time(source, view, STEP_TOKENS).groupby("time")["value"].sum()
+    share = over_time(source, view, STEP_SHARE)
+    forward = share[share["component"].str.startswith("forward_")].groupby("time")["value"].sum()
+    return (tokens / forward.where(forward > 0)).dropna().rename("value").rename_axis("time").reset_index()
+
+
+def tokens_per_step(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Tokens of a mean step by phase. Columns time, series, value; absent where no step ran."""
+    steps = over_time(source, view, STEPS).groupby("time")["value"].sum()
+    tokens = over_time(source, view, STEP_TOKENS).rename(columns={"phase": "series"})
+    per_step = tokens["value"] / tokens["time"].map(steps.where(steps > 0))
+    return tokens.assign(value=per_step).dropna(subset="value")
+
+
+def step_shares(source: SeriesSource, view: View) -> pd.DataFrame:
+    """Share of the engines' time by step component; adds up to 1. Columns time, series, value."""
+    frame = over_time(source, view, STEP_SHARE).rename(columns={"component": "series"})
+    return frame.assign(value=frame["value"] / frame.groupby("time")["value"].transform("sum")).dropna(subset="value")
+
+
 def free_run_lengths(source: SeriesSource, view: View) -> pd.DataFrame:
     """How many free runs there are of each length, at the newest time of the view; counts are not cumulative.
 
@@ -295,9 +355,37 @@ def makeup_now(source: SeriesSource, view: View, q: float) -> Makeup | None:
         return None
     rows = at_newest(frame)
     matrix = rows.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True)
-    # A part that has no series never took time: the parts still add up to the latency.
-    matrix = matrix.reindex(index=list(catalog.SHOWN_STATES), columns=list(catalog.SHOWN_COMPONENTS)).fillna(0.0)
-    return Makeup(q, rows["time"].iloc[0], matrix)
+    return Makeup(q, rows["time"].iloc[0], _whole(matrix))
+
+
+def _whole(matrix: pd.DataFrame) -> pd.DataFrame:
+    """`matrix` with all states and components. A part that has no series never took time: the parts still add up to the latency."""
+    return matrix.reindex(index=list(catalog.SHOWN_STATES), columns=list(catalog.SHOWN_COMPONENTS)).fillna(0.0)
+
+
+def makeup_of_range(source: SeriesSource, view: View, q: float) -> Makeup | None:
+    """The make-up over all of the view: its moments weighted by the requests that ended then; None when none did."""
+    frame = over_time(source, view, TAIL[q])
+    ended = over_time(source, view, events_signal(E2E)).set_index("time")["value"]
+    weights = frame["time"].map(ended)
+    frame = frame.assign(value=frame["value"] * weights)[weights > 0]
+    total = float(weights[weights > 0].groupby(frame["time"]).first().sum())
+    if frame.empty or not total > 0:
+        return None
+    matrix = frame.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True) / total
+    return Makeup(q, frame["time"].max(), _whole(matrix))
+
+
+def lengths_now(source: SeriesSource, view: View, q: float) -> pd.Series:
+    """Mean seconds of the slowest by prompt length at the newest time of the view; adds up to their mean latency."""
+    frame = at_newest(over_time(source, view, TAIL_LENGTHS[q])).set_index("length_bucket")["value"]
+    return frame.reindex([bucket for bucket in catalog.LENGTH_BUCKETS if frame.get(bucket, 0.0) > 0])
+
+
+def length_shares_now(source: SeriesSource, view: View, q: float) -> pd.Series:
+    """Share of the slowest requests by prompt length at the newest time of the view."""
+    frame = at_newest(over_time(source, view, TAIL_LENGTH_SHARES[q])).set_index("length_bucket")["value"]
+    return frame.reindex([bucket for bucket in catalog.LENGTH_BUCKETS if frame.get(bucket, 0.0) > 0])
 
 
 def latency_quantiles(source: SeriesSource, view: View, objective: LatencyObjective) -> pd.DataFrame:
@@ -337,15 +425,35 @@ ABSENT_WHEN_LIVE = {
 }
 
 
-def why_absent(signal_names: Sequence[str], simulated: bool) -> str:
-    """The reason to show in place of a chart for which the source has no row. `simulated`: the view is virtual time."""
+def why_absent(signal_names: Sequence[str], simulated: bool, told: Mapping[str, Capability] | None = None) -> str:
+    """The reason to show in place of a chart for which the source has no row. `simulated`: the view is virtual time; `told`: what the
+    model's engine can feed."""
     for name in signal_names:
         if simulated and name in NOT_IN_VIRTUAL_TIME:
             return NOT_IN_VIRTUAL_TIME[name]
     for name in signal_names:
+        if told and name in told and told[name].status == "no":
+            return f"This engine cannot feed it: {told[name].reason}."
+    for name in signal_names:
         if name in ABSENT_WHEN_LIVE:
             return ABSENT_WHEN_LIVE[name]
     return "The engine does not report it, or nothing was recorded in this range."
+
+
+TOLD = BY_NAME["_".join(catalog.SOURCE_FAMILY.labels) + ":kvscope_source_family:sum"]
+
+
+def capabilities(source: SeriesSource, view: View, signal_names: Sequence[str]) -> dict[str, Capability]:
+    """What the engine behind the model can feed, where it is not kvscope's own: an adapter's by its table, the vLLM plug-in's by what
+    it tells itself. Signals that are fed in full are left out."""
+    engines = [name for name in source.engines(view.model) if name in ADAPTERS]
+    if engines:
+        found = {name: capability(engines[0], name) for name in signal_names}
+    else:
+        frame = at_newest(over_time(source, view, TOLD))
+        families = {row["family"]: (row["status"], row["reason"]) for row in frame.to_dict("records")}
+        found = {name: from_families(BY_NAME[name], families) for name in signal_names} if families else {}
+    return {name: each for name, each in found.items() if each.status != "yes"}
 
 
 def simulated_share(spans: Sequence[tuple[float, float]], view: View) -> float:

@@ -10,6 +10,8 @@ from observability.tls import Tls
 SOURCE_VARIABLE = "KVSCOPE_SOURCE"
 #: ... the addresses, with spaces between, that the page Engines looks at, and the bearer token for them.
 ENDPOINTS_VARIABLE, ENDPOINT_TOKEN_VARIABLE = "KVSCOPE_ENDPOINTS", "KVSCOPE_ENDPOINT_TOKEN"
+#: Address of a trace with {trace_id} in it, for links from slow requests.
+TRACE_URL_VARIABLE = "KVSCOPE_TRACE_URL"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 _MONO = "ui-monospace, 'SF Mono', 'Cascadia Code', 'Noto Sans Mono', 'Liberation Mono', monospace"
 LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#12161c"

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
+from exporters.adapters.capability import Capability
 from observability.app import charts, files, queries
 from observability.app.findings import Finding
 from observability.app.marks import Mark
@@ -38,7 +39,13 @@ LOGO_WITH_NAME = (
     'font-weight="600">kvscope</text></svg>'
 )
 CHART_CONFIG = {"displayModeBar": False, "displaylogo": False}
-_PAGE_NAMES = {"kv-cache": "the KV cache", "p99": "the make-up over time", "forecast": "the next hour"}
+_PAGE_NAMES = {
+    "quantization": "what quantization costs",
+    "batching": "how batches are made",
+    "kv-cache": "the KV cache",
+    "p99": "the make-up over time",
+    "forecast": "the next hour",
+}
 #: From this share of the view on, a missing signal is explained by virtual time.
 _MOSTLY_SIMULATED = 0.5
 
@@ -234,6 +241,7 @@ class Content:
     below: str = ""
     absent: str = ""
     data: pd.DataFrame | None = None
+    more: tuple[str, str] = ("", "")  # title and Markdown of what is folded away under it
 
 
 def card(context: Context, panel: Panel, height: int = 200) -> None:
@@ -273,7 +281,21 @@ def text_card(
 def why_absent(context: Context, signals: Sequence[Signal]) -> str:
     """Why the source has no row of `signals` in the view."""
     mostly = queries.simulated_share(context.simulated, context.view) >= _MOSTLY_SIMULATED
-    return queries.why_absent([s.name for s in signals], mostly)
+    names = [s.name for s in signals]
+    return queries.why_absent(names, mostly, _told(context, names))
+
+
+def _told(context: Context, names: Sequence[str]) -> dict[str, Capability]:
+    try:
+        return queries.capabilities(context.source, context.view, names)
+    except KvscopeError:  # the card tells its own failure
+        return {}
+
+
+def _in_part(context: Context, signals: Sequence[Signal]) -> str:
+    """What to mind of signals that the engine feeds in part."""
+    told = _told(context, [s.name for s in signals])
+    return "; ".join(dict.fromkeys(each.reason for each in told.values() if each.status == "partial"))
 
 
 def _card(
@@ -294,7 +316,8 @@ def _card(
             small = f"<small>{escape(unit)}</small>" if unit else ""
             st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
             with st.popover("", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture"):
-                _details(key, note, signals, content)
+                partly = _in_part(context, signals) if content.data is not None else ""
+                _details(key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
@@ -306,6 +329,9 @@ def _card(
             st.plotly_chart(content.figure, key=f"chart-{key}", config=CHART_CONFIG, width="stretch", height=height)
         if content.below:
             st.html(content.below)
+        if content.more[0]:
+            with st.expander(content.more[0]):
+                st.markdown(content.more[1])
 
 
 def _details(key: str, note: str, signals: Sequence[Signal], content: Content) -> None:
@@ -342,6 +368,8 @@ def finding_html(finding: Finding, actions: int) -> str:
     if finding.page:
         query = urlencode(st.query_params.to_dict())
         do += f'<li><a href="{finding.page}?{escape(query)}" target="_self">See {_PAGE_NAMES[finding.page]}</a></li>'
+    if finding.runbook:
+        do += f"<li>Runbook: {escape(finding.runbook)}{' (below)' if actions > 2 else ''}</li>"
     return (
         f'<div class="finding"><p class="headline">{escape(finding.headline)}</p><ul>{evidence}</ul>'
         f"<h4>What to do</h4><ul>{do}</ul></div>"
