@@ -75,6 +75,7 @@ def test_rules_name_only_states_components_and_pages_that_exist() -> None:
         assert rule.state in catalog.SHOWN_STATES
         assert rule.component in (findings.ANY, *catalog.SHOWN_COMPONENTS)
         assert rule.page in {page.path for page in PAGES}
+        assert findings.runbook(rule.runbook).startswith(f"# {rule.runbook}")
     reachable = {
         id(findings._rule(state, component, component, usage))
         for state, component, usage in itertools.product(

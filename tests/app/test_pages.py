@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from selenium.webdriver.common.by import By
 
+from observability.app.units import quantity
 from observability.store.embedded import create
 from tests.app import synthetic
 from tests.app.browser import Browser
@@ -16,8 +17,10 @@ from tests.app.conftest import Start
 from tests.conftest import wait_for
 
 #: Page in the URL -> number of its charts.
-CHARTS = {"": 7, "kv-cache": 9, "p99": 7, "hardware": 7, "forecast": 8}
-NAMES = {"": "now", "kv-cache": "kv-cache", "p99": "p99", "hardware": "hardware", "forecast": "forecast"}
+CHARTS = {"": 8, "kv-cache": 13, "p99": 8, "quantization": 7, "batching": 16, "hardware": 7, "forecast": 8}
+#: Cards that a store of signals alone has nothing for.
+ABSENT = {"p99": 1}
+NAMES = {page: page or "now" for page in CHARTS}
 
 
 def check(browser: Browser, page: str, theme: str, width: int) -> None:
@@ -28,7 +31,8 @@ def check(browser: Browser, page: str, theme: str, width: int) -> None:
     for chart in charts:
         assert chart["traces"], chart
         assert max(chart["traces"]) >= 2, f"{chart['card']} is empty: {chart['traces']}"
-    assert browser.count(".placeholder") == 0
+    assert browser.count(".placeholder.failed") == 0
+    assert browser.count(".placeholder.absent") == ABSENT.get(page, 0)
     assert browser.count(".stException, [data-testid=stException], .banner.error") == 0
     assert browser.console_errors() == []
     assert browser.overflow()[0] <= 0, "the page scrolls sideways"
@@ -84,14 +88,46 @@ def test_the_query_of_a_chart_is_shown(now_page: Browser) -> None:
     now_page.driver.find_element(By.CSS_SELECTOR, ".st-key-card-kv-usage [data-testid=stPopover] button").click()
     wait_for(lambda: 'kvscope_kv_blocks{state="active"}' in now_page.text(), 10, "the query")
     assert "Download CSV" in now_page.text()
+    assert "Download Parquet" in now_page.text()
+
+
+def test_a_chart_is_saved_as_a_picture_by_the_browser(now_page: Browser, tmp_path: Path) -> None:
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    now_page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+    for kind in ("png", "svg"):
+        wait_for(lambda: now_page.count("button.save") == 2, 10, "the menu of the card")
+        now_page.driver.execute_script(f"document.querySelector('button.save[data-format={kind}]').click()")
+        wait_for((tmp_path / f"kvscope-kv-usage.{kind}").exists, 30, kind)
+    assert (tmp_path / "kvscope-kv-usage.png").read_bytes().startswith(b"\x89PNG")
+    assert "Is the KV pool full?" in (tmp_path / "kvscope-kv-usage.svg").read_text()
+
+
+def test_numbers_on_the_page_are_those_of_the_rows(now_page: Browser, rows: dict[str, pd.DataFrame]) -> None:
+    """The figure of KV use is the newest value that a refresh could have read, computed from the written rows."""
+    shown = now_page.driver.find_element(By.CSS_SELECTOR, ".st-key-card-kv-usage .figure b").text
+    frame = rows["model:kvscope_kv_usage:ratio"]
+    now = pd.Timestamp(time.time(), unit="s", tz="UTC")
+    recent = frame[(frame["time"] <= now) & (frame["time"] > now - pd.Timedelta(minutes=10))]
+    assert shown in {quantity(value, "ratio") for value in recent["value"]}
+
+
+def test_hostile_addresses_are_ordinary_pages(browser: Browser, app_url: str) -> None:
+    hostile = "%3Cscript%3Ewindow.pwned%3D1%3C%2Fscript%3E"
+    browser.open(
+        f"{app_url}/p99?range={hostile}&model={hostile}&tz={hostile}&end=9999&vs={hostile}&q={hostile}&of=../../etc",
+        CHARTS["p99"],
+    )
+    assert browser.driver.execute_script("return window.pwned") is None
+    assert "<script>" not in browser.text()
+    assert browser.count(".placeholder.failed, .banner.error") == 0
 
 
 def test_range_zone_and_choices_are_in_the_url_and_hold_on_every_page(browser: Browser, app_url: str) -> None:
     browser.look(1280, 800, "light")
     browser.open(f"{app_url}/?range=15m&tz=local", CHARTS[""])
-    for name, path in (("KV cache", "kv-cache"), ("P99", "p99"), ("Forecast", "forecast")):
+    for name, path in (("KV cache", "kv-cache"), ("P99", "p99")):
         browser.driver.find_element(By.XPATH, f"//header//a[contains(., '{name}')]").click()
-        wait_for(lambda path=path: len(browser.charts()) == CHARTS[path] and browser.status() == "live", 30, name)  # type: ignore[misc]
+        wait_for(lambda path=path: len(browser.charts()) == CHARTS[path] and browser.status() == "live", 90, name)  # type: ignore[misc]
         assert browser.driver.current_url.split("?")[0] == f"{app_url}/{path}"
         assert {"range=15m", "tz=local"} <= set(browser.driver.current_url.split("?")[1].split("&"))
     browser.driver.find_element(By.XPATH, "//button[.='6h']").click()
@@ -117,7 +153,7 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
 
     charts = CHARTS["kv-cache"] - 1
     for name, frame in rows.items():
-        if "quantization" not in name:
+        if "prefetch" not in name:
             store.append(name, frame)
     wait_for(lambda: len(browser.charts()) == charts, 120, "the page fills by itself")
     model = browser.driver.find_element(By.CSS_SELECTOR, ".st-key-model input").get_attribute("value")

@@ -6,16 +6,18 @@ import itertools
 import statistics
 from collections import defaultdict
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from observability import catalog
-from observability.app import queries
+from observability.app import budget, queries
+from observability.app.happened import happened, incidents
 from observability.app.page_now import in_words
 from observability.app.view import RANGES, View, make_view, refresh_seconds
 from observability.objectives import E2E, ITL, TTFT
 from observability.signals import BY_NAME, WINDOW_SECONDS
-from observability.store.source import SeriesSource
+from observability.store.source import Fired, SeriesSource
 from tests.app import synthetic
 
 
@@ -125,7 +127,7 @@ def test_a_value_that_is_no_longer_current_is_not_shown_as_now(source: SeriesSou
 
 def test_signals_of_every_panel_exist_and_have_values_in_the_synthetic_day(source: SeriesSource, view: View) -> None:
     for signal in vars(queries).values():
-        if isinstance(signal, queries.Signal):
+        if isinstance(signal, queries.Signal) and signal is not queries.TOLD:  # its engine is kvscope's own
             assert signal is BY_NAME[signal.name]
             assert not queries.over_time(source, view, signal).empty, signal.name
     assert not queries.latency_quantiles(source, view, E2E).empty
@@ -164,3 +166,89 @@ def test_viewers_of_one_moment_share_a_view_of_the_whole_range(seconds: int) -> 
 )  # fmt: skip
 def test_changes_are_told_in_words(before: float, after: float, unit: str, text: str) -> None:
     assert in_words(queries.Change("x", unit, before, after, 2.0, None)) == text
+
+
+def test_the_make_up_of_a_range_weighs_each_moment_by_its_requests(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    makeup = queries.makeup_of_range(source, view, 0.9)
+    assert makeup is not None
+    weights = {r["time"]: float(r["value"]) for r in written(rows, queries.events_signal(E2E), view)}  # type: ignore[arg-type]
+    parts = written(rows, queries.TAIL[0.9], view)
+    truth = sum(float(r["value"]) * weights[r["time"]] for r in parts) / sum(weights.values())  # type: ignore[arg-type]
+    assert makeup.seconds == pytest.approx(truth)
+
+
+def test_lengths_add_up_to_the_latency_of_the_slowest(source: SeriesSource, view: View) -> None:
+    makeup = queries.makeup_now(source, view, 0.99)
+    assert makeup is not None
+    assert queries.lengths_now(source, view, 0.99).sum() == pytest.approx(makeup.seconds)
+    assert queries.length_shares_now(source, view, 0.99).sum() == pytest.approx(1.0)
+
+
+def test_a_budget_counts_bad_events_against_allowed_ones(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    found = budget.budget(source, view, TTFT)
+    assert found is not None
+    end = view.end // 300 * 300
+    events, over = (
+        {r["time"]: float(r["value"]) for r in rows[signal.name].assign(time=rows[signal.name]["time"].map(pd.Timestamp.timestamp)).to_dict("records")}
+        for signal in (queries.events_signal(TTFT), queries.over_threshold_signal(TTFT))
+    )  # fmt: skip
+
+    def burn(seconds: float) -> float:
+        times = [t for t in np.arange(end, end - seconds, -300.0) if t in events]
+        return sum(events[t] * over[t] for t in times) / (0.01 * sum(events[t] for t in times))
+
+    assert found.left == pytest.approx(1 - burn(3 * 3600 + 1))
+    assert found.burn_1h == pytest.approx(burn(3600))
+    assert 0.1 < found.days <= 3 / 24
+
+
+def test_what_another_engine_cannot_feed_is_said_with_its_reason(view: View) -> None:
+    class Served:
+        def engines(self, model: str) -> list[str]:
+            return ["llamacpp"]
+
+    names = [queries.QUANT_ERROR.name, queries.RUNNING.name]
+    told = queries.capabilities(Served(), view, names)  # type: ignore[arg-type]
+    assert told[names[0]].status == "no"
+    assert names[1] not in told, "what is fed in full needs no reason"
+    assert (
+        queries.why_absent(names[:1], False, told)
+        == "This engine cannot feed it: no metric of the KV cache is exported."
+    )
+
+
+def test_a_second_of_forward_passes_yields_the_tokens_over_the_seconds_in_them(
+    source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
+) -> None:
+    tokens: dict[object, float] = defaultdict(float)
+    seconds: dict[object, float] = defaultdict(float)
+    for row in written(rows, queries.STEP_TOKENS, view):
+        tokens[row["time"]] += float(row["value"])  # type: ignore[arg-type]
+    for row in written(rows, queries.STEP_SHARE, view):
+        if str(row["component"]).startswith("forward"):
+            seconds[row["time"]] += float(row["value"])  # type: ignore[arg-type]
+    frame = queries.tokens_per_forward_second(source, view)
+    truth = [tokens[t.timestamp()] / seconds[t.timestamp()] for t in frame["time"]]
+    assert frame["value"].tolist() == pytest.approx(truth)
+    assert len(frame) == len(view.times)
+
+
+def test_a_new_version_is_a_deploy_at_its_first_moment(source: SeriesSource, view: View) -> None:
+    wide = View(view.model, view.end - 7200, view.end, 60.0)
+    (mark,) = happened(source, wide)
+    assert (mark.kind, mark.text) == ("deploy", "version 1.0 → 1.1")
+    assert abs(mark.start - (view.end - 3600)) <= 60
+    assert happened(source, View(view.model, view.end - 1800, view.end, 60.0)) == ()
+
+
+def test_alerts_that_overlap_are_one_incident_and_infos_are_none() -> None:
+    fired = [Fired("KvscopeTTFTBudgetBurn", "critical", 10, 20, {}), Fired("KvscopeTTFTBudgetBurn", "warning", 15, 40, {}),
+             Fired("KvscopeTTFTBudgetBurn", "warning", 90, 95, {}), Fired("KvscopeQueueGrowing", "info", 0, 99, {})]  # fmt: skip
+    assert [(m.start, m.end, m.text) for m in incidents(fired)] == [
+        (10, 40, "TTFTBudgetBurn"),
+        (90, 95, "TTFTBudgetBurn"),
+    ]
