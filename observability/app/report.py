@@ -17,7 +17,17 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from observability.app import findings, page_hardware, page_kv, page_now, page_p99, page_trends, queries, ui
+from observability.app import (
+    findings,
+    page_hardware,
+    page_kv,
+    page_now,
+    page_p99,
+    page_quantization,
+    page_trends,
+    queries,
+    ui,
+)
 from observability.app.findings import Finding
 from observability.app.happened import happened
 from observability.app.marks import Mark
@@ -36,13 +46,13 @@ SHORTEST, LONGEST = 300.0, 14 * 86400.0
 _CHART_HEIGHT = 220
 
 SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    ("Objectives and load", (*page_now.OBJECTIVES, *page_now.SATURATION)),
+    ("Objectives and load", (*page_now.PANELS, *page_now.SATURATION)),
     ("What slow requests are made of", (
         page_p99.makeup_panel(0.99, "state"), page_p99.makeup_panel(0.99, "component"), *map(page_p99.quantile_panel, LATENCY_OBJECTIVES),
     )),
     ("KV cache", (
         page_kv.HITS, page_kv.HITS_OVER_TIME, page_kv.OCCUPANCY, page_kv.FRAGMENTATION, page_kv.EVICTIONS, page_kv.REGIONS["fragmentation"],
-        page_kv.QUANTIZATION,
+        page_quantization.ROWS[0][0],
     )),
     ("Efficiency and hardware", (page_trends.EFFICIENCY, page_trends.BUSY, page_hardware.HEALTH, page_hardware.PANELS[0])),
 )  # fmt: skip

@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from streamlit.web import bootstrap
+import streamlit
+from starlette.middleware import Middleware
 
-from observability.app import settings
+from observability.app import settings, traces
+from observability.app.access import Guard, is_header_name
 from observability.app.endpoints import check_endpoint
+from observability.errors import ConfigError
 from observability.store.open import open_source
 from observability.supervise import check_port_free
 from observability.tls import Tls
 
 
-def serve(source: str, host: str, port: int, *, endpoints: Sequence[str] = (), tls: Tls | None = None) -> None:
-    """Serves the pages over `source` on host:port; returns after SIGTERM or SIGINT. `endpoints`: what the page Engines looks at.
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may see the app: holders of `token`, users that a proxy names in `header`; anybody who reaches it where both are empty."""
 
-    Raises StoreError when the source cannot be opened, ConfigError for an endpoint that is no address and ServiceError when the port is taken.
+    token: str = ""
+    header: str = ""
+
+    def __post_init__(self) -> None:
+        if self.header and not is_header_name(self.header):
+            raise ConfigError(
+                f"{self.header!r} is not the name of a header.", next_step="Give one such as X-Forwarded-User."
+            )
+
+
+def serve(
+    source: str, host: str, port: int, *, endpoints: Sequence[str] = (), tls: Tls | None = None, access: Access | None = None,
+    trace_url: str = "",
+) -> None:  # fmt: skip
+    """Serves the pages over `source` on host:port; returns after SIGTERM or SIGINT. `endpoints`: what the page Engines looks at; `trace_url`:
+    where a slow request's trace is shown, with {trace_id} in it.
+
+    Raises StoreError when the source cannot be opened, ConfigError for an endpoint or trace address that is none and ServiceError when the
+    port is taken.
     """
     open_source(source)
     for url in endpoints:
         check_endpoint(url)
+    if trace_url:
+        traces.check(trace_url)
     check_port_free(host, port, "the app")
     os.environ[settings.SOURCE_VARIABLE] = source
     os.environ[settings.ENDPOINTS_VARIABLE] = " ".join(endpoints)
-    options = settings.options(host, port, tls)
-    bootstrap.load_config_options(options)
-    bootstrap.run(str(Path(__file__).with_name("main.py")), False, [], options)
+    os.environ[settings.TRACE_URL_VARIABLE] = trace_url
+    doors = (
+        [Middleware(Guard, token=access.token, header=access.header)]
+        if access and (access.token or access.header)
+        else []
+    )
+    app = streamlit.App(Path(__file__).with_name("main.py"), middleware=doors)
+    for each in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # raised again once the server has ended: that is how it is told to, not a failure
+        signal.signal(each, lambda *_: None)
+    app.run(config={name.replace("_", "."): value for name, value in settings.options(host, port, tls).items()})

@@ -36,6 +36,25 @@ def serve_app(
             show_default=False,
         ),
     ] = None,
+    trace_url: Annotated[
+        str,
+        typer.Option(
+            envvar="KVSCOPE_TRACE_URL",
+            metavar="URL",
+            show_default=False,
+            help="Where the trace of a slow request is shown, with {trace_id} in it, for links on the page P99.",
+        ),
+    ] = "",
+    auth_header: Annotated[
+        str,
+        typer.Option(
+            envvar="KVSCOPE_APP_AUTH_HEADER",
+            metavar="NAME",
+            show_default=False,
+            help="Header in which a proxy names the user, such as X-Forwarded-User: who comes without it is refused. Only the proxy "
+            "may reach the app, and it must replace that header. A token to be asked for instead is read from KVSCOPE_APP_TOKEN.",
+        ),
+    ] = "",
 ) -> None:
     """Show the pages in a browser, until Ctrl-C: is the service well, why is the P99 bad, what comes, what would change it.
 
@@ -44,9 +63,20 @@ def serve_app(
     kvscope app --source ./kvscope.sqlite --port 8600
     kvscope app --source prometheus:http://127.0.0.1:9090 --endpoint http://127.0.0.1:8000/metrics
     """
+    import os
+
     from platformdirs import user_data_path
 
     tls = Tls.of(tls_cert, tls_key)
-    from observability.app.serve import serve
+    from observability.app.serve import Access, serve
 
-    serve(source or str(user_data_path("kvscope") / "kvscope.sqlite"), host, port, endpoints=endpoint or (), tls=tls)
+    access = Access(os.environ.get("KVSCOPE_APP_TOKEN", ""), auth_header)
+    serve(
+        source or str(user_data_path("kvscope") / "kvscope.sqlite"),
+        host,
+        port,
+        endpoints=endpoint or (),
+        tls=tls,
+        access=access,
+        trace_url=trace_url,
+    )

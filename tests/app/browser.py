@@ -39,7 +39,7 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(chromedriver))
-        self.driver.set_script_timeout(20)
+        self.driver.set_script_timeout(60)
 
     def quit(self) -> None:
         self.driver.quit()

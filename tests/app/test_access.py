@@ -68,7 +68,9 @@ def test_the_log_in_leads_back_to_the_page_and_its_cookie_is_not_the_token() -> 
     assert ask(guard, "GET", "/", headers={"Cookie": f"{COOKIE}="}).status_code == 401
 
 
-@pytest.mark.parametrize("goal", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "/a\r\nX: y", ""])
+@pytest.mark.parametrize(
+    "goal", ["https://evil.example/", "//evil.example", "/\\evil.example", "javascript:alert(1)", "/a\r\nX: y", ""]
+)
 def test_the_log_in_leads_nowhere_else(goal: str) -> None:
     answer = ask(Guard(app, token=TOKEN), "POST", "/login", data={"token": TOKEN, "next": goal})
     assert answer.headers["location"] == "/"
@@ -90,7 +92,9 @@ def test_a_proxy_names_the_user_in_a_header() -> None:
     assert ask(guard, "POST", "/login", data={"token": ""}).status_code == 401
 
 
-@pytest.mark.parametrize(("headers", "first"), [([], "websocket.close"), ([(b"authorization", b"Bearer correct horse")], "websocket.accept")])
+@pytest.mark.parametrize(
+    ("headers", "first"), [([], "websocket.close"), ([(b"authorization", b"Bearer correct horse")], "websocket.accept")]
+)
 def test_the_websocket_stands_behind_the_same_door(headers: list[tuple[bytes, bytes]], first: str) -> None:
     sent: list[Any] = []
 
