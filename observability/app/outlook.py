@@ -186,15 +186,15 @@ def _lately(known: pd.DataFrame, base: pd.DataFrame) -> Lately | None:
 def chances(known: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
     """Said chance and what `happened` (1 or 0) of each forecast and limit, where all steps of its hour were observed and the series
     was not beyond the limit when it was made. `known`: rows with origin, breaches and actual."""
+    known = known.sort_values(["origin", "step"])
+    came, said = known["actual"].to_numpy(dtype=np.float64), known["breaches"].to_numpy()
+    origins, first, counts = np.unique(known["origin"].to_numpy(), return_index=True, return_counts=True)
+    before = actual.reindex(pd.DatetimeIndex(origins)).to_numpy(dtype=np.float64)
     rows = []
-    for origin, steps in known.groupby("origin"):
-        came, then = steps["actual"].to_numpy(), actual.get(origin, np.nan)
-        if len(came) == HORIZON_STEPS and np.isfinite(came).all() and np.isfinite(then):
-            rows += [
-                (each.chance, float(each.passed(came).any()))
-                for each in steps["breaches"].iloc[0]
-                if not each.passed(then)
-            ]
+    for at, count, then in zip(first, counts, before, strict=True):
+        hour = came[at : at + count]
+        if count == HORIZON_STEPS and np.isfinite(hour).all() and np.isfinite(then):
+            rows += [(each.chance, float(each.passed(hour).any())) for each in said[at] if not each.passed(then)]
     return pd.DataFrame(rows, columns=["chance", "happened"], dtype="float64")
 
 
