@@ -17,6 +17,8 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 PAGE = FOLDER.parent / "docs" / "performance.md"
+#: Files of this folder that measure nothing.
+SHARED = {"figures", "page", "run"}
 HEAD = """\
 # Performance
 
@@ -24,6 +26,11 @@ Generated from `benchmarks/results/` by `python benchmarks/page.py`; `make bench
 minutes, less steady) and writes both. Figures are of one machine, named with each; ratios compare two things within the same run and
 carry over best. Each benchmark's `--help` says what exactly is measured, and its file is the method.
 """
+
+
+def names() -> list[str]:
+    """Benchmarks by the name of their file."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -73,10 +80,11 @@ def section(name: str, one: dict[str, Any]) -> str:
 
 def text() -> str:
     """The page. A full run stands before a quick one."""
-    runs = {one["benchmark"]: one for profile in ("quick", "full") for one in sorted_runs(profile)}
+    runs: dict[str, dict[str, Any]] = {name: {"left_out": "not run yet"} for name in names()}
+    runs |= {one["benchmark"]: one for profile in ("quick", "full") for one in sorted_runs(profile)}
     machines = list(dict.fromkeys(machine(one) for one in runs.values() if "machine" in one))
     told = "".join(f"Machine: {one}.\n" for one in machines)
-    return "\n".join([HEAD, told, *(section(name, runs[name]) for name in sorted(runs))]).rstrip() + "\n"
+    return "\n".join([HEAD, told, *(section(name, runs[name]) for name in names())]).rstrip() + "\n"
 
 
 def sorted_runs(profile: str) -> list[dict[str, Any]]:

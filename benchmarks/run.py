@@ -26,15 +26,8 @@ import page
 
 FOLDER = Path(__file__).resolve().parent
 REPO = FOLDER.parent
-#: Files of this folder that measure nothing.
-SHARED = {"figures", "page", "run"}
 #: Seconds that one benchmark, and that all of them, may take.
 LIMITS = {"quick": (150.0, 600.0), "full": (3600.0, 4 * 3600.0)}
-
-
-def names() -> list[str]:
-    """Benchmarks by the name of their file."""
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
 def series() -> Path:
@@ -90,17 +83,16 @@ def run(name: str, quick: bool, limit: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short runs with less steady figures, ten minutes at most")
-    parser.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help=f"of {', '.join(names())}")
+    parser.add_argument("--only", nargs="+", choices=page.names(), metavar="NAME", help=f"of {', '.join(page.names())}")
     options = parser.parse_args()
     profile = "quick" if options.quick else "full"
     file = page.RESULTS / f"{profile}.json"
-    kept: dict[str, dict[str, Any]] = {name: {"benchmark": name, "left_out": "not run yet"} for name in names()}
-    kept |= {run["benchmark"]: run for run in page.read(file)}
+    kept = {run["benchmark"]: run for run in page.read(file)}
     each, whole = LIMITS[profile]
     end = time.monotonic() + whole
     if options.quick:
         print("QUICK: short runs; their figures are less steady than those of `make bench`.", flush=True)
-    for name in options.only or names():
+    for name in options.only or page.names():
         left = end - time.monotonic()
         print(f"\n== {name}", flush=True)
         if left < 5:
@@ -109,7 +101,7 @@ def main() -> int:
             kept[name] = run(name, options.quick, min(each, left))
         if "left_out" in kept[name]:
             print(f"left out: {kept[name]['left_out']}", flush=True)
-        page.write(file, [kept[one] for one in sorted(kept) if one in names()])
+        page.write(file, [kept[one] for one in sorted(kept) if one in page.names()])
     print(f"\n{'QUICK ' if options.quick else ''}ratios")
     for one in page.read(file):
         for row in one.get("rows", []):
