@@ -306,6 +306,8 @@ def _card(
     failed = ""
     try:
         content = build()
+    except StoppedError as error:
+        content = Content(absent=f"{error.reason} {error.next_step}")
     except KvscopeError as error:
         content, failed = Content(), f"{error.reason} {error.next_step}"
     except Exception:
