@@ -14,7 +14,7 @@ one a minute; here all stay, which is the harder case). Then `kvscope app` runs 
 - memory: --viewers look at different pages, which refresh themselves, for --minutes. The slope is a least-squares line through the resident
   memory of the app's process after the first fifth, with its standard error.
 
-Times are of a whole machine: what else runs on it, and the browser itself, is in them. Needs chromium and chromium-driver.
+Times are of a whole machine: what else runs on it, and the browser itself, is in them; the CPU seconds of the app's process are its own. Needs chromium and chromium-driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
+from selenium.common.exceptions import WebDriverException  # noqa: E402
 
 from figures import Parser, Row, keep  # noqa: E402
 from observability.signals import SIGNALS  # noqa: E402
@@ -124,39 +125,57 @@ def app(store: Path) -> Iterator[tuple[str, int]]:
 
 def settled(browser: Browser, begin: float, charts: int, limit: float = 120.0) -> float:
     """Seconds since `begin` until at least `charts` charts are drawn and the page reads nothing any more."""
-    while len(browser.charts()) < max(charts, 1) or browser.status() in ("", "reading"):
+    while not drawn(browser, charts):
         if time.monotonic() - begin > limit:
             raise SystemExit(f"the page was not drawn within {limit:.0f} s: {browser.text()[:300]}")
         time.sleep(0.02)
     return time.monotonic() - begin
 
 
-def first_views(browser: Browser, url: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each first view by page; the one that warms the server up is left out."""
-    out: dict[str, list[float]] = {}
+def drawn(browser: Browser, charts: int) -> bool:
+    """Whether so many charts are drawn and nothing is being read; False, too, while the browser is too busy to say."""
+    with suppress(WebDriverException):
+        return len(browser.charts()) >= max(charts, 1) and browser.status() not in ("", "reading")
+    return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+Times = dict[str, list[tuple[float, float]]]
+"""By page: seconds by the clock and CPU seconds of the app's process, of each view"""
+
+
+def first_views(browser: Browser, url: str, pid: int, rounds: int) -> Times:
+    """Each first view by page; the one that warms the server up is left out."""
+    out: Times = {}
     for name, path in PAGES.items():
         browser.open(f"{url}/{path}?range=7d", 1, 300)
         time.sleep(3)
         charts = len(browser.charts())
         for _ in range(rounds):
             browser.driver.get("about:blank")
-            begin = time.monotonic()
+            begin, spent = time.monotonic(), cpu_seconds(pid)
             browser.driver.get(f"{url}/{path}?range=7d")
-            out.setdefault(name, []).append(settled(browser, begin, charts))
+            seconds = settled(browser, begin, charts)
+            out.setdefault(name, []).append((seconds, cpu_seconds(pid) - spent))
     return out
 
 
-def filter_changes(browser: Browser, url: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds from a click on another range until every time chart of the page shows it, by page. Each range was read before once, as on a server
+def filter_changes(browser: Browser, url: str, pid: int, rounds: int) -> Times:
+    """From a click on another range until every time chart of the page shows it, by page. Each range was read before once, as on a server
     that others use."""
-    out: dict[str, list[float]] = {}
+    out: Times = {}
     click = "const b = [...document.querySelectorAll('.st-key-range button')].find(b => b.innerText.trim() === arguments[0]); if (b) b.click(); return !!b"
     for name in ("Now", "KV cache", "P99", "Hardware"):
         browser.open(f"{url}/{PAGES[name]}?range=15m", 1, 300)
         for number in range(rounds + 1):
             for wanted in CLICKS:
                 before = browser.driver.execute_script(_RANGES)
-                begin = time.monotonic()
+                begin, spent = time.monotonic(), cpu_seconds(pid)
                 if not browser.driver.execute_script(click, wanted):
                     raise SystemExit(f"no button {wanted}")
                 while True:
@@ -167,7 +186,7 @@ def filter_changes(browser: Browser, url: str, rounds: int) -> dict[str, list[fl
                         raise SystemExit(f"{name}: the charts did not change to {wanted}")
                     time.sleep(0.01)
                 if number:
-                    out.setdefault(name, []).append(time.monotonic() - begin)
+                    out.setdefault(name, []).append((time.monotonic() - begin, cpu_seconds(pid) - spent))
                 time.sleep(0.5)
     return out
 
@@ -252,14 +271,18 @@ def report(options: Any, browser: Browser, url: str, pid: int, path: Path) -> No
     rows: list[Row] = []
     detail: dict[str, Any] = {"store_mib": path.stat().st_size / 2**20}
     for what, target, found in (
-        ("first view of 7 days", FIRST_VIEW_SECONDS, first_views(browser, url, options.rounds)),
-        ("change of the range", FILTER_SECONDS, filter_changes(browser, url, max(1, options.rounds // 2))),
+        ("first view of 7 days", FIRST_VIEW_SECONDS, first_views(browser, url, pid, options.rounds)),
+        ("change of the range", FILTER_SECONDS, filter_changes(browser, url, pid, max(1, options.rounds // 2))),
     ):
         print(f"{what} (target {target:g} s), load average {os.getloadavg()[0]:.1f}")
-        for name, seconds in found.items():
+        for name, taken in found.items():
+            seconds, cpu = ([each[place] for each in taken] for place in (0, 1))
             middle = statistics.median(seconds)
-            print(f"  {name:10} median {middle:5.2f} s, fastest {min(seconds):5.2f} s, slowest {max(seconds):5.2f} s")
+            print(
+                f"  {name:10} median {middle:5.2f} s, fastest {min(seconds):5.2f} s; CPU of the app {statistics.median(cpu):5.2f} s"
+            )
             rows.append(Row(f"{what}, {name}, median", middle, "s"))
+            rows.append(Row(f"{what}, {name}, CPU of the app", statistics.median(cpu), "s"))
         detail[what] = found
     found_points, width = points(browser, url), browser.driver.execute_script(_WIDEST)
     print(
