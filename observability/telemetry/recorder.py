@@ -413,7 +413,7 @@ class Telemetry(Cells):
 
         Token counts are for one step: a run of n equal steps passes n durations and the tokens of one of them.
         """
-        if isinstance(durations, float | int):
+        if isinstance(durations, (float, int)):  # not float | int, which makes a type at each call
             few = [durations]
             count = 1
         else:
