@@ -6,7 +6,7 @@ VLLM   := .venv-vllm
 # setuptools warns that folders named as the packages go first in imports, which is what is wanted here.
 INSTALL = PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable
 
-.PHONY: help demo test test-vllm fuzz soak faults lint generate bench bench-quick lock clean
+.PHONY: help demo test test-vllm fuzz soak faults audit lint generate bench bench-quick lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,11 @@ soak: $(VENV)/.ready-test ## 72 virtual hours with failures and restarts; about 
 faults: $(VENV)/.ready-test ## kill -9 of every process, 100 times at random moments; about half an hour. KILLS=n for another number
 	@KVSCOPE_KILLS=$(or $(KILLS),100) $(BIN)/pytest --timeout 7200 tests/faults/test_kill.py
 
+audit: $(VENV)/.ready-test ## known vulnerabilities of the locked versions, and licences
+	@$(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install --quiet --disable-pip-version-check "pip-audit==2.10.*"
+	@$(BIN)/python -m tests.security.audit .venv-audit/bin/pip-audit
+	@$(BIN)/python -m tests.security.licences
+
 lint: $(VENV)/.ready-test ## ruff, mypy, generated files current
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/kvscope generate --check && $(BIN)/python benchmarks/page.py --check
 
@@ -47,7 +52,7 @@ lock: $(VENV)/.ready-test ## write the versions of this environment to requireme
 	@$(BIN)/python -c "from importlib.metadata import version as v; print('torch==' + v('torch').split('+')[0] + ' ; sys_platform == \"linux\"')" >> requirements.lock
 
 clean: ## remove the environment and caches (recorded history stays)
-	@rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts *.egg-info
+	@rm -rf $(VENV) $(VLLM) .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis artifacts *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvscope needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: run make PYTHON=python3.12 ...")'

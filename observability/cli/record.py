@@ -61,9 +61,17 @@ def record(
             f"{target.name} answers." if failure is None else f"{failure}\nTrying again every {interval}.", err=True
         )
 
+    def on_store(failure: StoreError | None) -> None:
+        told = (
+            f"{failure}\nWhat is observed meanwhile is kept for an hour at 15 s."
+            if failure
+            else "The store is written again."
+        )
+        typer.echo(told, err=True)
+
     with file.recording():
         typer.echo(f"Recording {target.name} into {path} every {interval}; Ctrl-C ends it.", err=True)
-        run(target, file, seconds, stop, on_change=on_change)
+        run(target, file, seconds, stop, on_change=on_change, on_store=on_store)
         typer.echo(f"Ended; the recorded history stays in {path}.", err=True)
     target.close()
 

@@ -425,6 +425,8 @@ def _errors(path: Path) -> Iterator[None]:
             step = "The store needs write permission on the file and its folder, also for reading."
         elif "full" in text:
             step = "Free some disk space."
+        elif "disk I/O" in text:
+            step = "Check that the disk has room and works; the file itself may be whole."
         else:
             step = _AWAY
         raise StoreError(f"Cannot use the store {path}: {text}.", next_step=step) from error

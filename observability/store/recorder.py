@@ -24,6 +24,8 @@ from observability.telemetry.recorder import Telemetry
 
 MAX_BODY_BYTES = 64 << 20
 PRUNE_EVERY_SECONDS = 3600.0
+#: Steps that wait for a store that cannot be written, such as on a full disk; at 15 s an hour.
+MOST_UNWRITTEN = 240
 
 
 class Scrape(NamedTuple):
@@ -137,7 +139,10 @@ class Writer(Protocol):
 
 
 class Recorder:
-    """Evaluates each step and writes it, `batch` steps at a time. Call `flush` at the end."""
+    """Evaluates each step and writes it, `batch` steps at a time. Call `flush` at the end.
+
+    What the writer refuses (StoreError) is kept and written with a later step, the newest MOST_UNWRITTEN steps of it.
+    """
 
     def __init__(self, writer: Writer, *, batch: int = 1) -> None:
         self._writer = writer
@@ -165,31 +170,37 @@ class Recorder:
         """`observe`, then evaluates at `at` and keeps the result for writing."""
         if not self.observe(at, scrape):
             return False
-        found = self._evaluator.evaluate(at)
-        if self._steps and any(found[name].labels is not old.labels for name, old in self._steps[0][1].items()):
-            self.flush()  # series have appeared: a block has one list of them
-        self._steps.append((at, found))
+        self._steps.append((at, self._evaluator.evaluate(at)))
+        del self._steps[: -MOST_UNWRITTEN - self._batch]
         if len(self._steps) >= self._batch:
             self.flush()
         return True
 
     def flush(self) -> None:
         """Writes what is pending. A row without any value is written once, to end what was before it."""
-        if not self._steps:
-            return
-        times = np.array([at for at, _ in self._steps])
-        blocks = {}
-        for name, first in self._steps[0][1].items():
+        while self._steps:
+            first = self._steps[0][1]  # a block has one list of series, and later steps may have more
+            same = [
+                step for step in self._steps if all(step[1][name].labels is old.labels for name, old in first.items())
+            ]
+            self._write(same)
+            del self._steps[: len(same)]
+
+    def _write(self, steps: list[tuple[float, dict[str, Evaluated]]]) -> None:
+        """Writes steps that have the same series."""
+        times = np.array([at for at, _ in steps])
+        blocks, absent = {}, set(self._absent)
+        for name, first in steps[0][1].items():
             if not first.labels:
                 continue
-            values = np.stack([found[name].values for _, found in self._steps])
+            values = np.stack([found[name].values for _, found in steps])
             empty = np.isnan(values).all(axis=1)
-            before = np.concatenate(([name in self._absent], empty[:-1]))
+            before = np.concatenate(([name in absent], empty[:-1]))
             keep = ~(empty & before)
             blocks[name] = SignalBlock(times[keep], first.labels, values[keep])
-            (self._absent.add if empty[-1] else self._absent.discard)(name)
+            (absent.add if empty[-1] else absent.discard)(name)
         self._writer.append_blocks(blocks, observed_until=self.observed)
-        self._steps.clear()
+        self._absent = absent
 
 
 def record(
@@ -199,16 +210,17 @@ def record(
     stop: threading.Event,
     *,
     on_change: Callable[[StoreError | None], None],
+    on_store: Callable[[StoreError | None], None],
     on_step: Callable[[float], None] = lambda _: None,
 ) -> None:
     """Scrapes `target` every `interval` seconds, on multiples of it, until `stop` is set.
 
-    `on_change` hears when the target stops answering (the error) and when it answers again (None, also the first time).
-    Raises StoreError only for the store.
+    `on_change` hears when the target stops answering (the error) and when it answers again (None, also the first time); `on_store`
+    when the store cannot be written (the error) and when it can again (None). Raises StoreError only where the end cannot be written.
     """
     recorder = Recorder(store)
     answered: bool | None = None
-    pruned = -np.inf
+    pruned, written = -np.inf, True
     while not stop.is_set():
         now = time.time()
         if stop.wait(interval - now % interval):
@@ -218,12 +230,19 @@ def record(
             scrape, failure = target.scrape(), None
         except StoreError as error:
             scrape, failure = None, error
-        recorder.step(at, scrape)
+        try:
+            recorder.step(at, scrape)
+            if at - pruned > PRUNE_EVERY_SECONDS:
+                store.prune()
+                pruned = at
+            refused = None
+        except StoreError as error:  # a full disk, a file that another program holds: the recorder outlives it
+            refused = error
+        if written != (refused is None):
+            written = refused is None
+            on_store(refused)
         if answered != (failure is None):
             answered = failure is None
             on_change(failure)
-        if at - pruned > PRUNE_EVERY_SECONDS:
-            store.prune()
-            pruned = at
         on_step(at)
     recorder.flush()
