@@ -68,7 +68,10 @@ class Sandbox:
         self.folder, self.zygote, self.servers = folder, zygote, servers
 
     def run(self, line: str) -> dict[str, object]:
-        _, *words = shlex.split(line, comments=True)
+        program, *words = shlex.split(line, comments=True)
+        if program != "kvscope":
+            done = subprocess.run([program, *words], cwd=REPO, capture_output=True, text=True)
+            return {"code": done.returncode, "output": done.stdout + done.stderr, "up": True}
         text = shlex.join(words)
         for written, here in self.servers.items():
             text = text.replace(written, here)
