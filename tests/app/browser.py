@@ -15,9 +15,9 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 )
-#: What every chart holds: its card, and for each trace the number of points that are numbers.
+#: What every chart that is seen holds: its card, and for each trace the number of points that are numbers.
 _CHARTS = """
-return [...document.querySelectorAll('.js-plotly-plot')].filter(gd => gd.data && gd._fullLayout).map(gd => ({
+return [...document.querySelectorAll('.js-plotly-plot')].filter(gd => gd.data && gd._fullLayout && gd.getClientRects().length).map(gd => ({
   card: (gd.closest('[class*="st-key-card-"]').className.match(/st-key-card-(\\S+)/) || [])[1],
   traces: gd.data.map(t => {
     const flat = a => Array.from(a || []).flatMap(v => (v && v.length !== undefined && typeof v !== 'string') ? Array.from(v) : [v]);

@@ -26,7 +26,7 @@ NAMES = {page: page or "now" for page in CHARTS}
 def check(browser: Browser, page: str, theme: str, width: int) -> None:
     """Every chart of the open page has data, nothing failed, it is in `theme` and as wide as the window."""
     browser.picture(f"app-{NAMES[page]}-{theme}-{width}")
-    wait_for(lambda: len(browser.charts()) == CHARTS[page], 10, "every chart stands once")
+    wait_for(lambda: len(browser.charts()) == CHARTS[page], 60, "every chart stands once")
     charts = browser.charts()
     for chart in charts:
         assert chart["traces"], chart
@@ -84,8 +84,17 @@ def test_simulated_time_is_named_in_the_header_and_in_the_charts(now_page: Brows
     assert "simulated (virtual time)" in now_page.text()
 
 
+def open_menu(page: Browser) -> None:
+    """Opens the menu of the card on KV use, unless it is open."""
+    if not page.count("button.save"):
+        page.driver.execute_script(
+            "document.querySelector('.st-key-card-kv-usage [data-testid=stPopover] button').click()"
+        )
+    wait_for(lambda: page.count("button.save") == 2, 30, "the menu of the card")
+
+
 def test_the_query_of_a_chart_is_shown(now_page: Browser) -> None:
-    now_page.driver.find_element(By.CSS_SELECTOR, ".st-key-card-kv-usage [data-testid=stPopover] button").click()
+    open_menu(now_page)
     wait_for(lambda: 'kvscope_kv_blocks{state="active"}' in now_page.text(), 10, "the query")
     assert "Download CSV" in now_page.text()
     assert "Download Parquet" in now_page.text()
@@ -95,7 +104,7 @@ def test_a_chart_is_saved_as_a_picture_by_the_browser(now_page: Browser, tmp_pat
     where = {"behavior": "allow", "downloadPath": str(tmp_path)}
     now_page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
     for kind in ("png", "svg"):
-        wait_for(lambda: now_page.count("button.save") == 2, 10, "the menu of the card")
+        open_menu(now_page)
         now_page.driver.execute_script(f"document.querySelector('button.save[data-format={kind}]').click()")
         wait_for((tmp_path / f"kvscope-kv-usage.{kind}").exists, 30, kind)
     assert (tmp_path / "kvscope-kv-usage.png").read_bytes().startswith(b"\x89PNG")
