@@ -64,6 +64,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 lifespan="on",
                 server_header=False,
+                # Longer than clients keep idle connections (httpx: 5 s): who closes first must not be the one that is about to be asked.
+                timeout_keep_alive=75,
                 # Aborted streams still end with an error event; uvicorn cuts off what does not.
                 timeout_graceful_shutdown=int(grace_seconds) + 5,
                 **uvicorn_options(tls),  # type: ignore[arg-type]

@@ -136,6 +136,14 @@ def test_two_hundred_scrapers_at_once_and_a_busy_engine_are_all_answered() -> No
         assert server.check_books().ended["error"] == 0
 
 
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it() -> None:
+    """Else a request is lost now and then: sent on a connection that the server closes at this moment."""
+    patience = httpx.Limits().keepalive_expiry
+    assert patience is not None
+    with serving(load_model("tiny")) as server:
+        assert server.http.config.timeout_keep_alive > 2 * patience
+
+
 def scrape_at_once(url: str, count: int) -> list[int]:
     """Statuses of `count` scrapes, all of which are connected before the first is sent."""
     import socket
