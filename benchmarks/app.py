@@ -127,9 +127,23 @@ def settled(browser: Browser, begin: float, charts: int, limit: float = 120.0) -
     """Seconds since `begin` until at least `charts` charts are drawn and the page reads nothing any more."""
     while not drawn(browser, charts):
         if time.monotonic() - begin > limit:
-            raise SystemExit(f"the page was not drawn within {limit:.0f} s: {browser.text()[:300]}")
+            raise SystemExit(
+                f"{len(browser.charts())} of {charts} charts were drawn within {limit:.0f} s; the page is {browser.status()!r}"
+            )
         time.sleep(0.02)
     return time.monotonic() - begin
+
+
+def steady(browser: Browser, limit: float = 120.0) -> int:
+    """How many charts the open page has, once that number stays for three seconds and nothing is being read."""
+    begin, count, since = time.monotonic(), -1, time.monotonic()
+    while time.monotonic() - since < 3 and time.monotonic() - begin < limit:
+        time.sleep(0.2)
+        with suppress(WebDriverException):
+            now = len(browser.charts())
+            if now != count or browser.status() in ("", "reading"):
+                count, since = now, time.monotonic()
+    return count
 
 
 def drawn(browser: Browser, charts: int) -> bool:
@@ -154,8 +168,7 @@ def first_views(browser: Browser, url: str, pid: int, rounds: int) -> Times:
     out: Times = {}
     for name, path in PAGES.items():
         browser.open(f"{url}/{path}?range=7d", 1, 300)
-        time.sleep(3)
-        charts = len(browser.charts())
+        charts = steady(browser)
         for _ in range(rounds):
             browser.driver.get("about:blank")
             begin, spent = time.monotonic(), cpu_seconds(pid)
