@@ -28,6 +28,15 @@ def require(condition: object, reason: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(autouse=True)
+def environment_stays() -> Iterator[None]:
+    """A command that runs in this process hands settings on by the environment: the next test must not inherit them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Recorded traces, captures and series: the folder named by KVSCOPE_DATA, or `shared` beside the repository."""

@@ -38,11 +38,13 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-def _told(variable: str) -> object:
+def _told(variable: str, *, is_file: bool = False) -> object:
     """A callback that hands an option on to every part and process that reads `variable`."""
 
     def tell(context: typer.Context, value: Path | None) -> Path | None:
         if value is not None and not context.resilient_parsing:
+            if is_file and not value.is_file():
+                raise ConfigError(f"{variable} names {value}, which is no file.", next_step="Correct or unset it.")
             os.environ[variable] = str(value)
         return value
 
@@ -69,7 +71,7 @@ def _options(
     objectives: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", envvar="KVSCOPE_OBJECTIVES", callback=_told("KVSCOPE_OBJECTIVES"), show_default=False,
+            metavar="FILE", envvar="KVSCOPE_OBJECTIVES", callback=_told("KVSCOPE_OBJECTIVES", is_file=True), show_default=False,
             help="File of objectives of your own, in place of the configuration file's.",
         ),
     ] = None,
@@ -104,9 +106,10 @@ def main() -> None:
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False)
+        # Soft wraps: what is copied from an error, a path or a command, stays in one piece.
         console.print("error:", style="bold red", end=" ")
-        console.print(error.reason, markup=False)
+        console.print(error.reason, markup=False, soft_wrap=True)
         if error.next_step:
             console.print("next: ", style="bold", end=" ")
-            console.print(error.next_step, markup=False)
+            console.print(error.next_step, markup=False, soft_wrap=True)
         sys.exit(error.exit_code)

@@ -57,7 +57,11 @@ def test_kvscope_and_the_plug_in_are_told_apart(server: Server) -> None:
     server.pages["/metrics"] = own
     report = look(server)
     assert (report.engine, report.version.text) == (BUNDLED, "0.1.0")
-    assert {s.signal for s in report.signals if s.status == "fed"} == {"model:kvscope_requests_running:sum"}
+    assert {s.signal for s in report.signals if s.status == "fed"} == {
+        "model:kvscope_requests_running:sum",
+        "model_class:kvscope_requests_running:sum",
+        "model_executor_clock_device_kv_dtype_version:kvscope_engine:sum",
+    }
     server.pages["/metrics"] = own + PAGE
     assert look(server).engine == PLUGIN
 

@@ -359,6 +359,40 @@ def test_states_components_and_lengths_have_a_colour_each() -> None:
         assert len(set(colors.values())) == len(colors)
 
 
+#: Signals of the pages Batching, KV cache, P99, Now and Engines.
+APP = frozenset(
+    [
+        "model_rule_action:kvscope_controller_changes:rate5m",
+        "model_outcome:kvscope_kv_prefetch_blocks:rate5m",
+        "model_reason:kvscope_preemptions:rate5m",
+        "model_class:kvscope_time_to_first_token_seconds:p99_5m",
+        "model_class:kvscope_queue_promotions:rate5m",
+        "model:kvscope_time_to_first_token_seconds:rate5m",
+        "model:kvscope_limit_batched_tokens:min",
+        "model:kvscope_prefill_batch_spread_ratio:p99_5m",
+        "model_reason:kvscope_kv_recomputed_tokens:rate5m",
+        "model_class:kvscope_requests_waiting:sum",
+        "model_length_bucket:kvscope_request_length_phase_seconds:p90_tail_mean5m",
+        "model_class:kvscope_requests_running:sum",
+        "model_kind:kvscope_steps:rate5m",
+        "model:kvscope_prefill_batch_splits:rate5m",
+        "model:kvscope_prefill_batch_spread_ratio:p50_5m",
+        "model:kvscope_request_duration_seconds:rate5m",
+        "model_executor_clock_device_kv_dtype_version:kvscope_engine:sum",
+        "model_kind:kvscope_step_duration_seconds:p99_5m",
+        "model_length_bucket:kvscope_request_length_phase_requests:p50_tail_mean5m",
+        "model_rule:kvscope_requests_degraded:rate5m",
+        "model:kvscope_kv_layout_fallbacks:rate5m",
+        "model:kvscope_limit_prefills:min",
+        "model_length_bucket:kvscope_request_length_phase_seconds:p50_tail_mean5m",
+        "model_length_bucket:kvscope_request_length_phase_requests:p90_tail_mean5m",
+        "model_source_family_status_reason:kvscope_source_family:sum",
+        "model_reason:kvscope_kv_moved_blocks:rate5m",
+        "model:kvscope_inter_token_latency_seconds:rate5m",
+    ]
+)
+
+
 def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> None:
     shown = {s.name for panel in EVERY for t in panel["targets"] for s, _ in selectors(fill(t["expr"]))}
     elsewhere = {
@@ -389,6 +423,7 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
     elsewhere["target_status_reason:kvscope_hardware_target:sum"] = (
         "the board reads the family, which names the instance"
     )
+    elsewhere |= dict.fromkeys(APP, "the app shows it; the board reads the family, to choose instances and classes")
     windows = {name for name in rules.recorded_names() - shown if ":kvscope_objective_" in name}
     elsewhere |= dict.fromkeys(windows, "the board shows some windows of one ratio")
     assert shown | set(elsewhere) >= rules.recorded_names()

@@ -28,6 +28,8 @@ pytest.importorskip("torch")
 
 from observability.workload.incident import INCIDENTS, onset_seconds
 
+pytestmark = pytest.mark.alone
+
 AFTER_SECONDS = 40.0
 #: Delivery, and a machine that is busy with six engines.
 SLACK_SECONDS = 15.0

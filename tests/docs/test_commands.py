@@ -38,6 +38,7 @@ LEFT_OUT = {
     r"kvscope calibrate|kvscope replay generated --gpu calibrated": "minutes of measurements: tests/workload/test_calibrate.py",
     r"kvscope backtest": "minutes of model fits: tests/forecast/test_backtest.py",
     r"kvscope forecast": "a day of history first: tests/forecast/test_worker.py, tests/forecast/test_exporter.py",
+    r"kvscope report": "a recorded span first: tests/app/test_report.py",
     r"kvscope incident kv-exhaustion": "minutes under load: tests/boards/test_incidents.py",
     r"kvscope profile --steps 100": "the real model: kvscope profile tiny is run",
     r"python benchmarks/": "minutes on a quiet machine: make bench",
@@ -64,8 +65,10 @@ RUN = [line for line in ALL if not any(re.match(pattern, line) for pattern in LE
 class Sandbox:
     """A folder with what the pages speak of, and a process that runs commands in it."""
 
-    def __init__(self, folder: Path, zygote: subprocess.Popen[str], servers: dict[str, str]) -> None:
-        self.folder, self.zygote, self.servers = folder, zygote, servers
+    def __init__(
+        self, folder: Path, zygote: subprocess.Popen[str], servers: dict[str, str], free_port: Callable[[], int]
+    ) -> None:
+        self.folder, self.zygote, self.servers, self.free_port = folder, zygote, servers, free_port
 
     def run(self, line: str) -> dict[str, object]:
         program, *words = shlex.split(line, comments=True)
@@ -82,11 +85,19 @@ class Sandbox:
         server = argv[0] in ("serve", "route", "gpu", "record", "app")
         if server and argv[0] in ("route", "gpu") and "--port" not in argv:
             argv += ["--port", "0"]
+        if argv[0] == "app":
+            argv += ["--port", str(self.free_port())]
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
         self.zygote.stdin.write(json.dumps({"argv": argv, "server": server}) + "\n")
         self.zygote.stdin.flush()
         return json.loads(self.zygote.stdout.readline())  # type: ignore[no-any-return]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +114,7 @@ def sandbox(
         **os.environ, "PYTHONPATH": str(REPO), "KVSCOPE_CONFIG": str(folder / "kvscope.toml"), "XDG_DATA_HOME": str(folder),
         "KVSCOPE_GRAFANA_TOKEN": "editor", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1",
     }  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     prometheus = subprocess.Popen(
         [program("prometheus"), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}",
          f"--web.listen-address={url.removeprefix('http://')}", "--web.enable-lifecycle"],
@@ -118,7 +127,9 @@ def sandbox(
 
     try:
         wait_for(lambda: httpx.get(f"{url}/-/ready", trust_env=False).status_code == 200, 60, "Prometheus is ready")
-        yield Sandbox(folder, zygote, {"https://grafana.example.com": grafana.url, "http://127.0.0.1:9090": url})
+        yield Sandbox(
+            folder, zygote, {"https://grafana.example.com": grafana.url, "http://127.0.0.1:9090": url}, free_port
+        )
     finally:
         for process in (zygote, prometheus):
             process.terminate()

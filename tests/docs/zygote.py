@@ -73,7 +73,7 @@ def run(job: dict[str, object], file: Path) -> dict[str, object]:
             return {"code": os.waitstatus_to_exitcode(status), "output": output, "up": up}
         if time.monotonic() > end:
             os.killpg(pid, signal.SIGKILL)
-        elif job["server"] and (up or ("Ctrl-C" in output and answers(output))):
+        elif job["server"] and (up or (re.search("Ctrl-C|in your browser", output) and answers(output))):
             up = True
             os.kill(pid, signal.SIGINT)  # again until it ends: it may not have been listening for one yet
             time.sleep(0.3)

@@ -93,9 +93,10 @@ def test_parts_side_by_side_join_without_a_seam_and_do_not_depend_on_the_machine
         store = EmbeddedStore(path)
         frames.append([store.range(signal.name, END - HOUR + 60, END, 60) for signal in SIGNALS])
         assert store.simulated(0, 2 * END) == [(END - HOUR, END)]
-    for one, other in zip(*frames, strict=True):
+    for signal, one, other in zip(SIGNALS, *frames, strict=True):
         order = [*one.columns.drop(["time", "value"]), "time"]
-        pd.testing.assert_frame_equal(*(each.sort_values(order, ignore_index=True) for each in (one, other)))
+        both = (each.sort_values(order, ignore_index=True) for each in (one, other))
+        pd.testing.assert_frame_equal(*both, obj=signal.name)
     requests = frames[0][0]
     assert len(requests) == 60  # a rate at every minute, also at the first ones of the second part
     assert np.isfinite(requests["value"]).all()
