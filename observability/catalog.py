@@ -494,12 +494,13 @@ STALLS = _counter(
 STALL_SECONDS = _counter("kvscope_stall_seconds", "seconds", _M, "Time of the steps of stalls.")
 STALL_GAPS = _counter(
     "kvscope_stall_gaps", "gaps", _M,
-    "Gaps from the beginning of one large stall to that of the next; large: at least half as long as the longest of late.",
+    "Gaps from the beginning of one large stall to that of the next; large: at least half as long as the longest of late. A gap counts once the "
+    "next has come, and if it is at most three times as long as either neighbour: silence is no gap of a job.",
 )  # fmt: skip
-STALL_GAP_SECONDS = _counter("kvscope_stall_gap_seconds", "seconds", _M, "Sum of the gaps between large stalls.")
+STALL_GAP_SECONDS = _counter("kvscope_stall_gap_seconds", "seconds", _M, "Sum of the gaps that count.")
 STALL_GAP_SQUARES = _counter(
     "kvscope_stall_gap_squared_seconds", "squared seconds", _M,
-    "Sum of the squares of the gaps between large stalls: with sum and count their regularity.",
+    "Sum of the squares of the gaps that count: with sum and count their regularity.",
 )  # fmt: skip
 
 # Batching and the load controller

@@ -22,6 +22,9 @@ _MEDIAN_STEP = 1.05
 #: between the stalls of a job must not make them look irregular.
 _LARGE = 0.5
 _FORGET = 0.95
+#: A gap counts once its neighbours are known, and if it is no longer than this many times either: the silence between a hiccup and the
+#: first run of a job, or while a job rests, is no gap of the job.
+_ALIKE = 3.0
 
 
 class Stalls:
@@ -32,6 +35,7 @@ class Stalls:
         self._slow = False
         self._longest = 0.0
         self._began: float | None = None  # the last large stall, on the engine's clock
+        self._gap_before = self._gap = inf  # the last two gaps, of which the later is not counted yet
         self._count, self._seconds, self._gaps, self._gap_seconds, self._gap_squares = ([0.0] for _ in range(5))
 
     def observe(self, kind: int, seconds: float, now: float) -> None:
@@ -51,17 +55,23 @@ class Stalls:
         self._count[0] += 1
         known = self._longest * _FORGET
         if known < _LARGE * seconds:
-            self._began = None  # those before this one were hiccups
+            self._began, self._gap_before, self._gap = None, inf, inf  # those before this one were hiccups
         self._longest = max(known, seconds)
         if seconds < _LARGE * self._longest:
             return
         began = now - seconds
         if self._began is not None and began > self._began:
-            gap = began - self._began
+            self._count_gap(began - self._began)
+        self._began = began
+
+    def _count_gap(self, following: float) -> None:
+        """Counts the gap before `following` if it is like its neighbours."""
+        gap = self._gap
+        if gap <= _ALIKE * min(self._gap_before, following):
             self._gaps[0] += 1
             self._gap_seconds[0] += gap
             self._gap_squares[0] += gap * gap
-        self._began = began
+        self._gap_before, self._gap = gap, following
 
     def blocks(self, model: str) -> Iterable[Block]:
         for family, cells in (
