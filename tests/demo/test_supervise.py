@@ -66,8 +66,8 @@ def test_nothing_is_left_when_the_supervisor_is_signalled(tmp_path: Path, how: s
         from observability.supervise import Service, Supervisor
         with Supervisor(Path({str(tmp_path)!r})) as s:
             s.start(Service("sleeper", (sys.executable, "-c", "import time; time.sleep(600)")))
-            print(s._children[0][1].pid, flush=True)
             try:
+                print(s._children[0][1].pid, flush=True)
                 s.watch()
             except KeyboardInterrupt:
                 pass
