@@ -80,7 +80,7 @@ def readable(label: str) -> str:
     return label.replace("_", " ").replace("kv ", "KV ")
 
 
-class _Sheet:
+class Sheet:
     """A figure in the making, as plain dictionaries that Plotly checks once: its own updates cost ten times as much."""
 
     def __init__(self, height: int, **layout: Any) -> None:
@@ -131,7 +131,7 @@ class _Sheet:
         return go.Figure(self.traces, {"legend": legend, **layout, **self.layout})
 
 
-def _time_axis(sheet: _Sheet, frame: Frame, *, covered: bool = False) -> None:
+def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
     """The time axis of the view, with simulated spans shaded; where the chart is `covered`, a bar over it marks them."""
     view = frame.view
     sheet.x |= {"type": "date", "range": [moment(view.start, view.zone), moment(view.end, view.zone)]}
@@ -159,7 +159,7 @@ def _time_axis(sheet: _Sheet, frame: Frame, *, covered: bool = False) -> None:
         sheet.margin["t"] = 20
 
 
-def _marks(sheet: _Sheet, frame: Frame) -> None:
+def _marks(sheet: Sheet, frame: Frame) -> None:
     """Deploys as a dotted line under a triangle, incidents as a shade under a warning sign; what they were, on hover."""
     view = frame.view
     for mark in frame.marks:
@@ -193,7 +193,7 @@ def _inside(spans: Sequence[tuple[float, float]], view: View) -> list[tuple[floa
     return merged
 
 
-def _value_axis(sheet: _Sheet, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
+def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], bounded: bool = False) -> float:
     """Sets the y axis for values up to `largest` in `unit`; returns the factor that values are drawn with."""
     top = max([largest, *(line.value for line in lines if line.value <= 4 * largest or not largest)])
     factor, name = axis_unit(unit, top)
@@ -227,7 +227,7 @@ def lines(
     data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()
 ) -> go.Figure:
     """One line a series. `data`: time, value and optionally series. `bounded`: the axis ends at 1 (shares)."""
-    sheet = _Sheet(frame.height, hovermode="x unified")
+    sheet = Sheet(frame.height, hovermode="x unified")
     if "series" not in data:
         data = data.assign(series="")
     past = frame.earlier.data if frame.earlier is not None and len(frame.earlier.data) else data.iloc[:0]
@@ -256,7 +256,7 @@ def lines(
 
 
 def _earlier_line(
-    sheet: _Sheet, frame: Frame, values: pd.Series, unit: str, factor: float, name: str, colour: str
+    sheet: Sheet, frame: Frame, values: pd.Series, unit: str, factor: float, name: str, colour: str
 ) -> None:
     """A dotted line of what was at the same time of an earlier day."""
     assert frame.earlier is not None
@@ -276,7 +276,7 @@ def faded(colour: str, opacity: float) -> str:
 
 def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> go.Figure:
     """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
-    sheet = _Sheet(frame.height, hovermode="x unified")
+    sheet = Sheet(frame.height, hovermode="x unified")
     wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
     present = [name for name in order if name in wide]
     wide = wide[present]
@@ -312,7 +312,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
 
 def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
     """Address regions (down) by time (across); `data`: time, region, value in 0..1. Unmeasured cells stay empty."""
-    sheet = _Sheet(frame.height)
+    sheet = Sheet(frame.height)
     view = frame.view
     wide = data.pivot_table(index="region", columns="time", values="value", aggfunc="last", observed=True)
     wide = wide.reindex(index=list(catalog.REGION_LABELS), columns=view.times)
@@ -330,7 +330,7 @@ def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
 
 def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     """Two bars a prompt-length bucket: hits of queried and of hittable tokens; under each the tokens that were asked."""
-    sheet = _Sheet(height, barmode="group", bargap=0.3, bargroupgap=0.06)
+    sheet = Sheet(height, barmode="group", bargap=0.3, bargroupgap=0.06)
     ticks = [f"{b}<br>{quantity(q, 'tokens')}" for b, q in zip(data["length_bucket"], data["queried"], strict=True)]
     for column, name, of, colour in (
         ("hit_of_queried", "of queried", "queried", BLUE),
@@ -352,7 +352,7 @@ def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
 
 def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     """Free runs by length in blocks."""
-    sheet = _Sheet(height, bargap=0.15)
+    sheet = Sheet(height, bargap=0.15)
     sheet.add(
             "bar",
         x=data["label"], y=data["runs"], marker={"color": STEEL},
@@ -367,7 +367,7 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
 
 def survival(data: pd.DataFrame, height: int = 210) -> go.Figure:
     """Share that lives longer than an age, one step line a pool, over ages on a log axis. `data`: pool, age (seconds), value."""
-    sheet = _Sheet(height, hovermode="x unified")
+    sheet = Sheet(height, hovermode="x unified")
     for i, (pool, rows) in enumerate(data.groupby("pool")):
         sheet.add(
             "scatter",
@@ -395,7 +395,7 @@ def _fitting(text: str, share_of_width: float) -> str:
 def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
     """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given. The
     legend names parts of at least 1 % of a row; the others are drawn and named on hover."""
-    sheet = _Sheet(height, barmode="stack", bargap=0.35)
+    sheet = Sheet(height, barmode="stack", bargap=0.35)
     longest = max(float(parts.sum()) for parts in rows.values())
     factor, unit = axis_unit("seconds", longest)
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts.index))
@@ -429,7 +429,7 @@ def forecast(
     All are means over the ten minutes before their `time`, in the unit of the signal, drawn at the middle of these.
     `came` has time, value; `past` and `ahead` have time, `median` and the columns of `bands` (share -> lower, upper).
     """
-    sheet = _Sheet(frame.height, hovermode="x unified")
+    sheet = Sheet(frame.height, hovermode="x unified")
     view, widest = frame.view, bands[max(bands)]
     tops = [float(top.max()) for top in (came["value"], past[median], ahead[widest[1]]) if len(top)]
     factor = _value_axis(sheet, unit, max(tops, default=0.0), frame.lines, bounded)
@@ -477,7 +477,7 @@ def forecast(
 
 def reliability(table: pd.DataFrame, height: int) -> go.Figure:
     """How often what was said with a chance came true, beside the line on which all chances are right. `table`: said, came, n."""
-    sheet = _Sheet(height)
+    sheet = Sheet(height)
     sheet.add(
             "scatter",
         x=[0, 100], y=[0, 100], mode="lines", name="as said", line={"color": GREY, "width": 1.4, "dash": "dot"}, hoverinfo="skip",

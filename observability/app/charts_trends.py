@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import plotly.graph_objects as go
 
-from observability.app.charts import BLUE, OBJECTIVE_LINE, ORANGE, STEEL, Line, _Sheet, faded
+from observability.app.charts import BLUE, OBJECTIVE_LINE, ORANGE, STEEL, Line, Sheet, faded
 from observability.app.trends import Curve
 from observability.app.units import axis_unit, quantity
 from observability.app.view import View, moment
@@ -13,7 +13,7 @@ from observability.app.view import View, moment
 
 def latency_against_load(curve: Curve, view: View, line: Line, height: int) -> go.Figure:
     """Moments as points, the curve with its 95 % band, the knee with its interval, the objective as a line."""
-    sheet = _Sheet(height)
+    sheet = Sheet(height)
     points = curve.points
     top = float(np.percentile(points["latency"], 99)) * 1.05  # a few far points must not flatten the curve
     top = max(top, float(curve.high.max()))

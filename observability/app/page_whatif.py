@@ -278,7 +278,7 @@ def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
 
 
 def _percentile_lines(table: pd.DataFrame, line: Line) -> go.Figure:
-    sheet = charts._Sheet(_HEIGHT, hovermode="x unified")
+    sheet = charts.Sheet(_HEIGHT, hovermode="x unified")
     top = float(table[list(SIDES)].to_numpy().max())
     factor, unit = axis_unit("seconds", top)
     for side, colour, dash in (("before", BLUE, "dot"), ("after", ORANGE, "solid")):

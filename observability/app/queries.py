@@ -6,7 +6,7 @@ have is a missing row, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,9 +186,9 @@ COMPARED: tuple[tuple[str, Signal, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One signal in the last hour of a view against the hour before: medians, in `unit`.
+    """One signal in a span against the span before it: medians, in `unit`.
 
-    `score` is the difference of the medians over the spread of the hour before (its interquartile range, at least 1 % of
+    `score` is the difference of the medians over the spread of the span before (its interquartile range, at least 1 % of
     its median): from 1 on a change is clear. `worse` is None where neither direction is bad.
     """
 
@@ -203,10 +203,25 @@ class Change:
 def hour_against_hour(source: SeriesSource, view: View) -> list[Change]:
     """What is different in the last hour of the view, the clearest change first. A signal that lacks an hour is left out."""
     middle = pd.Timestamp(view.end - HOUR, unit="s", tz="UTC")
+
+    def hours(signal: Signal) -> tuple[pd.Series, pd.Series]:
+        frame = source.range(signal.name, view.end - 2 * HOUR, view.end, COMPARISON_STEP, view.where)
+        return frame.loc[frame["time"] <= middle, "value"], frame.loc[frame["time"] > middle, "value"]
+
+    return _changes(hours)
+
+
+def span_against_span(source: SeriesSource, view: View) -> list[Change]:
+    """What is different in the view from one as long before it, as `hour_against_hour`."""
+    before = view.earlier(view.seconds)
+    return _changes(lambda s: (over_time(source, before, s)["value"], over_time(source, view, s)["value"]))
+
+
+def _changes(values: Callable[[Signal], tuple[pd.Series, pd.Series]]) -> list[Change]:
+    """The clearest first; `values` of a signal are those of the span before and of the span."""
     changes = []
     for title, signal, bad_direction in COMPARED:
-        frame = source.range(signal.name, view.end - 2 * HOUR, view.end, COMPARISON_STEP, view.where)
-        before, after = frame.loc[frame["time"] <= middle, "value"], frame.loc[frame["time"] > middle, "value"]
+        before, after = values(signal)
         if before.empty or after.empty:
             continue
         difference = float(after.median() - before.median())

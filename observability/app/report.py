@@ -32,7 +32,7 @@ from observability.app.findings import Finding
 from observability.app.happened import happened
 from observability.app.marks import Mark
 from observability.app.page_now import changes_table
-from observability.app.queries import COMPARED, Change, Makeup
+from observability.app.queries import Change, Makeup
 from observability.app.ui import Context, Panel
 from observability.app.units import quantity, setting
 from observability.app.view import View, moment
@@ -125,7 +125,7 @@ def make_report(source: SeriesSource, view: View) -> Report:
         objectives=tuple(kept(source, view, each) for each in LATENCY_OBJECTIVES),
         finding=None if slow is None else findings.explain(slow, _makeup_at(source, view, 0.5, slow.time), usage),
         finding_at=None if slow is None else slow.time.timestamp(),
-        changes=tuple(against_before(source, view)), marks=tuple(marks),
+        changes=tuple(queries.span_against_span(source, view)), marks=tuple(marks),
         sections=tuple((title, tuple(_drawn(context, panel) for panel in panels)) for title, panels in SECTIONS),
     )  # fmt: skip
 
@@ -163,22 +163,6 @@ def _makeup_at(source: SeriesSource, view: View, q: float, time: pd.Timestamp) -
 def _near(frame: pd.DataFrame, time: pd.Timestamp) -> float | None:
     before = frame[frame["time"] <= time]
     return queries.newest(before)
-
-
-def against_before(source: SeriesSource, view: View) -> list[Change]:
-    """What differs between the span and one as long before it, by medians, the clearest first (as hour against hour on the page Now)."""
-    before = view.earlier(view.seconds)
-    changes = []
-    for title, signal, bad in COMPARED:
-        then, now = (queries.over_time(source, each, signal)["value"] for each in (before, view))
-        if then.empty or now.empty:
-            continue
-        difference = float(now.median() - then.median())
-        spread = max(float(np.subtract(*np.percentile(then, [75, 25]))), 0.01 * abs(float(then.median())))
-        score = 0.0 if difference == 0 else abs(difference) / spread if spread else np.inf
-        worse = None if bad == 0 or difference == 0 else difference * bad > 0
-        changes.append(Change(title, signal.unit, float(then.median()), float(now.median()), score, worse))
-    return sorted(changes, key=lambda change: -change.score)
 
 
 def _drawn(context: Context, panel: Panel) -> Drawn:

@@ -68,7 +68,7 @@ def test_the_span_is_compared_with_one_as_long_before_it(
     source: EmbeddedStore, rows: dict[str, pd.DataFrame], end: float
 ) -> None:
     view = report.span_view(synthetic.MODEL, end - 3600, end)
-    changes = {change.title: change for change in report.against_before(source, view)}
+    changes = {change.title: change for change in queries.span_against_span(source, view)}
     frame = rows[queries.REQUESTS.name]
     at = frame["time"].map(lambda t: t.timestamp())
     now = frame.loc[(at >= end - 3600) & (at <= end), "value"]
