@@ -2,8 +2,8 @@
 
     python benchmarks/boards.py [--replicas 100] [--hours 24] [--interval 60] [--raw-interval 30] [--only p99] [--json FILE]
 
-A real engine under load and a real Prometheus with the generated rules give the series that one replica has (a GPU's families are made
-up: no GPU is needed). These are multiplied to --replicas, and those that boards read are written as --hours of history at one sample
+A real engine under load and a real Prometheus with the generated rules give the series that one replica has (a GPU's families and those of a
+forecast exporter are made up: neither is needed). These are multiplied to --replicas, and those that boards read are written as --hours of history at one sample
 each --interval seconds (recorded series) or --raw-interval seconds (series of exporters), by promtool. Then a Prometheus on that folder is asked each
 query as Grafana asks it (All, and the one value of each variable; 24 h and 1 h; 720 points at most), three times; the best of three counts, since the
 machine may be busy with other things. Last, --replicas targets are scraped live and the rule groups' own evaluation times are read.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.server
+import itertools
 import json
 import math
 import os
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,11 +45,14 @@ sys.path.insert(
 import httpx  # noqa: E402
 import numpy as np  # noqa: E402
 
+from alerts import forecasts  # noqa: E402
 from dashboards.boards import BOARDS  # noqa: E402
 from dashboards.panels import LabelVariable, Panel, Query, write  # noqa: E402
 from figures import Parser, Row, keep  # noqa: E402
 from observability import catalog  # noqa: E402
 from observability.cli._terminal import progress_bar  # noqa: E402
+from observability.forecast.series import FORECAST_SIGNALS  # noqa: E402
+from observability.store.forecasts import MODELS  # noqa: E402
 from tests.boards import live  # noqa: E402
 from tests.boards.promql import fill, selectors  # noqa: E402
 
@@ -106,7 +110,7 @@ class Template:
         finally:
             engine.stop()
             end(started)
-        return cls(series + gpu_series(), page)
+        return cls(series + gpu_series() + forecast_series(), page)
 
     @property
     def exported(self) -> int:
@@ -139,6 +143,28 @@ def gpu_series() -> list[tuple[Labels, float]]:
                 }
                 out.append((labels | extra, 1.0))
     return out
+
+
+def forecast_series() -> list[tuple[Labels, float]]:
+    """What the rules record of one forecast exporter: every label value that it can have. They are of a model, so a fleet has no more."""
+    values = {
+        "model": ("tiny",), "signal": tuple(FORECAST_SIGNALS), "horizon": catalog.FORECAST_HORIZONS,
+        "quantile": tuple(f"{q:g}" for q in catalog.FORECAST_QUANTILES), "limit": ("kv_exhaustion", "kv_usage_warning", "kv_room", "ttft", "e2e"),
+        "forecaster": MODELS, "status": ("own",), "history": ("observed",), "band": tuple(map(str, catalog.FORECAST_BANDS)),
+        "instance": ("forecast:9402",), "reason": catalog.FORECAST_FAILED,
+    }  # fmt: skip
+    out: list[tuple[Labels, float]] = [
+        ({"__name__": catalog.FORECAST_LIMIT.series, "instance": "forecast:9402", "job": "kvscope-forecast"} | labels, 1.0)
+        for labels in _every(values, catalog.FORECAST_LIMIT.labels)
+    ]  # fmt: skip
+    for rule in forecasts.RECORDINGS:
+        names = [name for name in values if f"_{name}_" in f"_{rule.name.partition(':')[0]}_"]
+        out += [({"__name__": rule.name} | labels, 0.5) for labels in _every(values, names)]
+    return out
+
+
+def _every(values: dict[str, tuple[str, ...]], names: Sequence[str]) -> list[Labels]:
+    return [dict(zip(names, each, strict=True)) for each in itertools.product(*(values[name] for name in names))]
 
 
 def found(name: str) -> str:

@@ -43,21 +43,32 @@ def read() -> ConfigFile:
     named = os.environ.get(ENVIRONMENT)
     path = Path(named) if named else default_path()
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
+        return parsed(path)
+    except FileNotFoundError as error:
         if not named:
             return ConfigFile(path)
         raise ConfigError(
             f"The configuration file {path} does not exist.", next_step=f"Correct {ENVIRONMENT} or --config."
         ) from error
+
+
+def parsed(path: Path) -> ConfigFile:
+    """The file at `path`. Raises FileNotFoundError where there is none, and ConfigError when it cannot be read or is not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"The configuration file {path} cannot be read: {error}.",
             next_step=f"Make it a readable text file, or name another one by --config or {ENVIRONMENT}.",
         ) from error
+    return ConfigFile(path, toml(text, str(path), "docs/configuration.md"), exists=True)
+
+
+def toml(text: str, source: str, page: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises ConfigError, which names `source` and the page with an example."""
     try:
-        return ConfigFile(path, tomllib.loads(text), exists=True)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path} is not TOML: {error}.", next_step="See docs/configuration.md for an example."
-        ) from error
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # recursion: a thousand brackets
+        raise ConfigError(f"{source} is not TOML: {error}.", next_step=f"See {page} for an example.") from error

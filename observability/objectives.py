@@ -8,7 +8,6 @@ read the same one.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,13 +106,7 @@ def parse(text: str, source: str) -> tuple[Objective, ...]:
 
     ConfigError if the text, a key or a value makes no sense; it names `source`.
     """
-    try:
-        tables = tomllib.loads(text).get(config.OBJECTIVE)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{source} is not TOML: {error}.", next_step="See docs/objectives.md for an example."
-        ) from error
-    return _of_tables(tables, source)
+    return _of_tables(config.toml(text, source, "docs/objectives.md").get(config.OBJECTIVE), source)
 
 
 def _of_tables(tables: Any, source: str) -> tuple[Objective, ...]:

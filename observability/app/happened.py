@@ -1,4 +1,4 @@
-"""Where marks come from: alerts that fired, changed engines, a file of marks, and objectives that burned where nothing evaluates alerts."""
+"""Where marks come from: alerts that fired, changed engines, and objectives that burned where nothing evaluates alerts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import pandas as pd
 
 from observability import catalog
+from observability.app.budget import FAST_BURN, STEP, rates
 from observability.app.marks import Mark
-from observability.app.view import View
+from observability.app.queries import HOUR
+from observability.app.view import View, unix_seconds
 from observability.errors import StoreError
+from observability.objectives import OBJECTIVES
 from observability.signals import BY_NAME
 from observability.store.source import Fired, SeriesSource
 
@@ -25,7 +28,8 @@ def happened(source: SeriesSource, view: View) -> tuple[Mark, ...]:
     marks: list[Mark] = []
     with contextlib.suppress(StoreError):  # the page says itself when its source fails
         marks += deploys(source, view)
-        marks += incidents(source.alerts(view.start, view.end, view.model) or ())
+        fired = source.alerts(view.start, view.end, view.model)
+        marks += burns(source, view) if fired is None else incidents(fired)
     return tuple(sorted(marks, key=lambda mark: mark.start)[:MAX_MARKS])
 
 
@@ -40,6 +44,24 @@ def incidents(fired: Sequence[Fired]) -> list[Mark]:
         for name, each in spans.items()
         for low, high in joined(each)
     ]
+
+
+def burns(source: SeriesSource, view: View) -> list[Mark]:
+    """Spans in which an objective burnt its budget at FAST_BURN or more over an hour and over five minutes: when the alert would have paged
+    (alerts/burn.py), of a source that evaluates none."""
+    marks = []
+    start, end = (at // STEP * STEP for at in (view.start, view.end))
+    for objective in OBJECTIVES:
+        if objective.applies_to:
+            continue
+        every = rates(source, objective, start - HOUR, end, view.where)
+        hour = every.rolling(pd.Timedelta(seconds=HOUR), min_periods=1).sum()
+        allowed = FAST_BURN * (1 - objective.target)
+        burning = [(part["bad"] >= allowed * part["events"]) & (part["events"] > 0) for part in (every, hour)]
+        times = unix_seconds(every.index[burning[0] & burning[1]])
+        spans = joined([(at - STEP, at) for at in times[times > start]])
+        marks += [Mark("incident", low, high, f"{objective.title} burns its budget") for low, high in spans]
+    return marks
 
 
 def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

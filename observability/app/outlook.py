@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from observability.app.view import View
+from observability.app.view import View, unix_seconds
 from observability.forecast import series
 from observability.forecast.backtest import SCORED_SECONDS
 from observability.forecast.quality import BASELINE, QUALITY_SECONDS
@@ -22,6 +22,7 @@ from observability.store.forecasts import (
     MODEL_TITLES,
     MODELS,
     POOLED,
+    STEP_SECONDS,
     Breach,
     level_column,
     shared_origins,
@@ -40,6 +41,8 @@ BANDS = {
     0.8: (level_column(0.1), level_column(0.9)),
     0.5: (level_column(0.25), level_column(0.75)),
 }
+
+_NUMBERS = ("origin", "time", "step", MEDIAN, *(name for band in BANDS.values() for name in band), "hindcast")
 
 FLAG_TEXTS = {
     "stale": "made from data that had stopped",
@@ -111,7 +114,7 @@ class Prospect:
 
 def models_of(source: SeriesSource, view: View) -> list[str]:
     """Models to choose from: those that always run, and the pooled one where it has said something."""
-    pooled = any(not source.forecasts(signal.name, view.where, POOLED).empty for signal in FORECAST_SIGNALS)
+    pooled = any(not _stored(source, view, signal, POOLED).empty for signal in FORECAST_SIGNALS)
     return [model for model in MODEL_TITLES if model != POOLED or pooled]
 
 
@@ -119,21 +122,15 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     """`signal` as of the end of the view. The accuracy of the models is over the origins of the last three days from which
     every one of them made a forecast, so that it can be compared (as `kvscope forecast` does)."""
     actual = ten_minute_means(source, view, signal)
-    start, now, since = (
-        pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end, view.end - SCORED_SECONDS)
-    )
-    stored = {model: source.forecasts(signal.name, view.where, model) for model in MODEL_TITLES}
+    start, now = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end))
+    since = view.end - SCORED_SECONDS
+    stored = {model: _stored(source, view, signal, model) for model in MODEL_TITLES}
     stored = {
         model: frame[frame["origin"] <= now] for model, frame in stored.items() if model in MODELS or not frame.empty
     }
-    made = {
-        model: set(frame.loc[(frame["step"] > 0) & (frame["origin"] > since), "origin"])
-        for model, frame in stored.items()
-    }
-    shared = shared_origins(made)
-    known = {
-        model: frame[frame["step"] > 0].assign(actual=lambda each: each["time"].map(actual)) for model, frame in stored.items()
-    }  # fmt: skip
+    known = {model: _observed(frame, actual) for model, frame in stored.items()}
+    made = {model: np.unique(unix_seconds(frame["origin"])) for model, frame in known.items()}
+    shared = shared_origins({model: origins[origins > since].tolist() for model, origins in made.items()})
     base = _shared(known[BASELINE], shared, view)
     models = [
         _outlook(view, signal, model, frame, known[model], shared, base, actual) for model, frame in stored.items()
@@ -142,29 +139,42 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     return Prospect(pd.DataFrame({"time": came.index, "value": came.to_numpy()}), models)
 
 
+def _stored(source: SeriesSource, view: View, signal: Signal, model: str) -> pd.DataFrame:
+    """Forecasts that are scored or whose hour lies in the view; from a whole hour on, so that viewers share what was read."""
+    oldest = min(view.start, view.end - SCORED_SECONDS) - 2 * HORIZON_STEPS * STEP_SECONDS
+    return source.forecasts(signal.name, view.where, model, oldest // 3600 * 3600)
+
+
+def _observed(stored: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
+    """The steps of stored forecasts, without their texts, and what came of each in `actual`, NaN where it was not observed."""
+    steps = stored.loc[stored["step"] > 0, list(_NUMBERS)]
+    return steps.assign(actual=actual.reindex(pd.DatetimeIndex(steps["time"])).to_numpy(dtype=np.float64))
+
+
 def _outlook(
-    view: View, signal: Signal, model: str, stored: pd.DataFrame, known: pd.DataFrame, shared: set[pd.Timestamp],
+    view: View, signal: Signal, model: str, stored: pd.DataFrame, known: pd.DataFrame, shared: set[float],
     base: pd.DataFrame, actual: pd.Series,
 ) -> Outlook:  # fmt: skip
     if stored.empty:
-        return Outlook(signal, model, stored, stored, None, (), "", "", None)
+        return Outlook(signal, model, stored, known, None, (), "", "", None)
     newest = stored[stored["origin"] == stored["origin"].max()].sort_values("step")
     start, end = (pd.Timestamp(at, unit="s", tz="UTC") for at in (view.start, view.end))
     past = known[(known["step"] == HORIZON_STEPS) & (known["time"] > start) & (known["time"] <= end)].sort_values(
         "time"
     )
     first = newest.iloc[0]
+    compared = known[np.isin(unix_seconds(known["origin"]), list(shared))].dropna(subset=["actual"])
     return Outlook(
         signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
-        str(first["note"]), str(first["refused"]), _accuracy(known[known["origin"].isin(shared)].dropna(subset=["actual"])),
-        _lately(_shared(known, shared, view), base), tuple(first["breaches"]), chances(known, actual),
+        str(first["note"]), str(first["refused"]), _accuracy(compared), _lately(_shared(known, shared, view), base),
+        tuple(first["breaches"]), chances(stored, known, actual),
     )  # fmt: skip
 
 
-def _shared(known: pd.DataFrame, shared: set[pd.Timestamp], view: View) -> pd.DataFrame:
+def _shared(known: pd.DataFrame, shared: set[float], view: View) -> pd.DataFrame:
     """Steps of the last day that were observed, of the origins that all models have."""
-    since = pd.Timestamp(view.end - QUALITY_SECONDS, unit="s", tz="UTC")
-    return known[known["origin"].isin(shared) & (known["origin"] > since)].dropna(subset=["actual"])
+    origins = unix_seconds(known["origin"])
+    return known[np.isin(origins, list(shared)) & (origins > view.end - QUALITY_SECONDS)].dropna(subset=["actual"])
 
 
 def _error(known: pd.DataFrame) -> float:
@@ -175,7 +185,7 @@ def _lately(known: pd.DataFrame, base: pd.DataFrame) -> Lately | None:
     """Against the last value of the same origins."""
     if known.empty:
         return None
-    base_error = _error(base[base["origin"].isin(set(known["origin"]))])
+    base_error = _error(base[base["origin"].isin(known["origin"])])
     skill = 1.0 - _error(known) / base_error if base_error > 0 else None  # NaN is not above 0
     coverage = {
         share: float(known["actual"].between(known[low], known[high]).mean()) for share, (low, high) in BANDS.items()
@@ -183,18 +193,22 @@ def _lately(known: pd.DataFrame, base: pd.DataFrame) -> Lately | None:
     return Lately(skill, coverage, len(known))
 
 
-def chances(known: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
+def chances(stored: pd.DataFrame, known: pd.DataFrame, actual: pd.Series) -> pd.DataFrame:
     """Said chance and what `happened` (1 or 0) of each forecast and limit, where all steps of its hour were observed and the series
-    was not beyond the limit when it was made. `known`: rows with origin, breaches and actual."""
+    was not beyond the limit when it was made. `known`: the steps of `stored` with what came."""
     known = known.sort_values(["origin", "step"])
-    came, said = known["actual"].to_numpy(dtype=np.float64), known["breaches"].to_numpy()
-    origins, first, counts = np.unique(known["origin"].to_numpy(), return_index=True, return_counts=True)
-    before = actual.reindex(pd.DatetimeIndex(origins)).to_numpy(dtype=np.float64)
-    rows = []
-    for at, count, then in zip(first, counts, before, strict=True):
-        hour = came[at : at + count]
-        if count == HORIZON_STEPS and np.isfinite(hour).all() and np.isfinite(then):
-            rows += [(each.chance, float(each.passed(hour).any())) for each in said[at] if not each.passed(then)]
+    came, said = known["actual"].to_numpy(), stored["breaches"].loc[known.index].to_numpy()
+    _, first, counts = np.unique(unix_seconds(known["origin"]), return_index=True, return_counts=True)
+    first = first[counts == HORIZON_STEPS]
+    before = actual.reindex(pd.DatetimeIndex(known["origin"].iloc[first])).to_numpy(dtype=np.float64)
+    hours = came[first[:, None] + np.arange(HORIZON_STEPS)]
+    whole = np.isfinite(hours).all(axis=1) & np.isfinite(before)
+    rows = [
+        (each.chance, float(each.passed(hour).any()))
+        for at, hour, then in zip(first[whole], hours[whole], before[whole], strict=True)
+        for each in said[at]
+        if not each.passed(then)
+    ]
     return pd.DataFrame(rows, columns=["chance", "happened"], dtype="float64")
 
 

@@ -423,6 +423,26 @@ ABSENT_WHEN_LIVE = {
         for s in SIGNALS
         if s.by[0] == "gpu"
     },
+    **{
+        s.name: "The load controller is off: `kvscope serve --engine controller=on` switches it on."
+        for s in SIGNALS
+        if "kvscope_limit_" in s.name or "kvscope_controller_" in s.name or "kvscope_requests_degraded" in s.name
+    },
+    **{
+        s.name: "Prefetch is off: `kvscope serve --engine num_host_blocks=4096 --engine prefetch_lookahead=3` switches it on."
+        for s in SIGNALS
+        if "kvscope_kv_prefetch" in s.name
+    },
+    **{
+        s.name: "No blocks can be moved: compaction, compression and the host tier are off, or the engine has none."
+        for s in SIGNALS
+        if "kvscope_kv_moved_blocks" in s.name
+    },
+    **{
+        s.name: "No batch with two or more prompts in this range, or the engine does not report their spread."
+        for s in SIGNALS
+        if "kvscope_prefill_batch_spread" in s.name
+    },
     QUANT_ERROR.name: "No sample: the KV cache of this engine is not quantized, or the engine does not report the error.",
     **{
         s.name: "No request ended in this range, or the engine does not report where their time went."

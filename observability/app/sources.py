@@ -38,12 +38,15 @@ def _opened(spec: str) -> SeriesSource:
     return open_source(spec)
 
 
-@st.cache_data(ttl=TTL, max_entries=2000, show_spinner=False)
+# Frames are kept as they are, not pickled for each reader as cache_data does; readers get shallow copies (CachedSource._kept).
+
+
+@st.cache_resource(ttl=TTL, max_entries=2000, show_spinner=False)
 def _range(spec: str, signal: str, start: float, end: float, step: float, where: _Where) -> pd.DataFrame:
     return _opened(spec).range(signal, start, end, step, dict(where))
 
 
-@st.cache_data(ttl=LONG_TTL, max_entries=200, show_spinner=False)
+@st.cache_resource(ttl=LONG_TTL, max_entries=200, show_spinner=False)
 def _long_range(spec: str, signal: str, start: float, end: float, step: float, where: _Where) -> pd.DataFrame:
     return _opened(spec).range(signal, start, end, step, dict(where))
 
@@ -63,14 +66,14 @@ def _exemplars(spec: str, family: str, start: float, end: float, model: str) -> 
     return _opened(spec).exemplars(family, start, end, model)
 
 
-@st.cache_data(ttl=TTL, max_entries=500, show_spinner=False)
+@st.cache_resource(ttl=TTL, max_entries=500, show_spinner=False)
 def _latest(spec: str, signal: str, where: _Where) -> pd.DataFrame:
     return _opened(spec).latest(signal, dict(where))
 
 
-@st.cache_data(ttl=FORECAST_TTL, max_entries=100, show_spinner=False)
-def _forecasts(spec: str, signal: str, where: _Where, model: str) -> pd.DataFrame:
-    return _opened(spec).forecasts(signal, dict(where), model)
+@st.cache_resource(ttl=FORECAST_TTL, max_entries=100, show_spinner=False)
+def _forecasts(spec: str, signal: str, where: _Where, model: str, since: float) -> pd.DataFrame:
+    return _opened(spec).forecasts(signal, dict(where), model, since)
 
 
 @st.cache_data(ttl=TTL, max_entries=200, show_spinner=False)
@@ -118,12 +121,12 @@ class CachedSource:
         if self._offline is not None:
             if key not in kept:
                 raise self._offline
-            return cast(_T, kept[key])
+            return _apart(cast(_T, kept[key]))
         value = patiently((read.__name__, self.spec, *arguments), lambda: read(self.spec, *arguments), self._waiting)
         kept[key] = value
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
-        return value
+        return _apart(value)
 
     def range(self, signal: str, start: float, end: float, step: float, where: Mapping[str, str] = ANY) -> pd.DataFrame:
         labels = tuple(sorted(where.items()))
@@ -136,9 +139,9 @@ class CachedSource:
         labels = tuple(sorted(where.items()))
         return self._kept(("latest", signal, labels), _latest, signal, labels)
 
-    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
         labels = tuple(sorted(where.items()))
-        return self._kept(("forecasts", signal, labels, model), _forecasts, signal, labels, model)
+        return self._kept(("forecasts", signal, labels, model), _forecasts, signal, labels, model, since)
 
     def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
         return self._kept(("simulated", end - start), _simulated, start, end)
@@ -161,6 +164,11 @@ class CachedSource:
 
     def describe(self) -> str:
         return _opened(self.spec).describe()
+
+
+def _apart(value: _T) -> _T:
+    """What one reader may change without others seeing it: a frame's data are copied when they are written to, not before."""
+    return value.copy(deep=False) if isinstance(value, pd.DataFrame) else value
 
 
 @st.cache_resource(show_spinner=False)

@@ -164,8 +164,8 @@ class EmbeddedStore:
             ).fetchall()
         return [(max(a, low) / 1000, min(b, high) / 1000) for a, b in rows]
 
-    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
-        return forecast_frame(signal_named(signal), self.stored_forecasts(signal, where, model))
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
+        return forecast_frame(signal_named(signal), self.stored_forecasts(signal, where, model, since=since))
 
     def alerts(self, start: float, end: float, model: str) -> None:
         """None: alert rules are evaluated by Prometheus alone."""
@@ -182,10 +182,10 @@ class EmbeddedStore:
     # -- forecasts --------------------------------------------------------------------------------------------------
 
     def stored_forecasts(
-        self, signal: str, where: Mapping[str, str], model: str, *, since: float | None = None
+        self, signal: str, where: Mapping[str, str], model: str, *, since: float = 0.0
     ) -> list[Forecast]:
         """Stored forecasts by origin, from the origin `since` (Unix seconds) on."""
-        oldest = 0 if since is None else round(since * 1000)
+        oldest = round(since * 1000)
         with self._open() as db:
             if set(where) == set(signal_named(signal).by):
                 rows = db.execute(SELECT_SERIES, (signal, model, label_key(where), oldest)).fetchall()

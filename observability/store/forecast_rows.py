@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic_core import from_json
 
 from observability.signals import Signal
 from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Breach, Forecast, level_column
@@ -58,17 +59,17 @@ def forecasts_of(rows: Iterable[tuple[Any, ...]], where: Mapping[str, str]) -> l
     levels_text = json.dumps(LEVELS)
     for signal, text, model, origin, hindcast, levels, quantiles, flags, note, refused, stretch, breaches in rows:
         if (labels := known.get(text)) is None:
-            labels = known[text] = json.loads(text)
+            labels = known[text] = from_json(text)
         if levels != levels_text or any(labels.get(name) != value for name, value in where.items()):
             continue
-        table = np.array(json.loads(quantiles), dtype=np.float64).reshape(-1, len(LEVELS))
+        table = np.array(from_json(quantiles), dtype=np.float64).reshape(-1, len(LEVELS))
         limits = tuple(
             Breach(name, limit, tuple(raw), tuple(chances), *below)
-            for name, limit, raw, chances, *below in json.loads(breaches)
+            for name, limit, raw, chances, *below in from_json(breaches)
         )
         found.append(
             Forecast(
-                signal, labels, model, origin / 1000, table, tuple(json.loads(flags)), note, refused, bool(hindcast),
+                signal, labels, model, origin / 1000, table, tuple(from_json(flags)), note, refused, bool(hindcast),
                 stretch, limits,
             )
         )  # fmt: skip

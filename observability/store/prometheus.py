@@ -127,11 +127,11 @@ class PrometheusSource:
             ]
         return sorted(found, key=lambda each: -each.seconds)
 
-    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
         wanted = signal_named(signal)
         if self._forecasts is None or not self._forecasts.exists():
             return forecast_frame(wanted, [])
-        return EmbeddedStore(self._forecasts).forecasts(signal, where, model)
+        return EmbeddedStore(self._forecasts).forecasts(signal, where, model, since)
 
     def describe(self) -> str:
         missing = [signal.name for signal in SIGNALS if signal.name not in self._recorded_names()]

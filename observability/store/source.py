@@ -66,8 +66,8 @@ class SeriesSource(Protocol):
     def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
         """Spans inside [start, end] whose values come from virtual time."""
 
-    def forecasts(self, signal: str, where: Mapping[str, str], model: str) -> pd.DataFrame:
-        """Stored forecasts of the signal by a forecast model ("prophet", "last_value"), by origin and time: columns of
+    def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
+        """Stored forecasts of the signal by a forecast model ("prophet", "last_value") from the origin `since` (Unix seconds) on, by origin and time: columns of
         observability.store.forecasts.FRAME_COLUMNS plus the signal's labels."""
 
     def alerts(self, start: float, end: float, model: str) -> list[Fired] | None:

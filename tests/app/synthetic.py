@@ -201,14 +201,14 @@ def all_series(times: np.ndarray) -> dict[str, pd.DataFrame]:
     return {signal.name: series(signal, times) for signal in SIGNALS}
 
 
-def forecasts(rows: dict[str, pd.DataFrame], end: float) -> list[Forecast]:
-    """Forecasts of every model each ten minutes of the last three hours: the value at the origin, with a symmetric band, and the
+def forecasts(rows: dict[str, pd.DataFrame], end: float, seconds: float = 9600.0) -> list[Forecast]:
+    """Forecasts of every model each ten minutes of the last `seconds`: the value at the origin, with a symmetric band, and the
     chance of passing a middle and a high value of the signal."""
     made = []
     for signal in FORECAST_SIGNALS:
         frame = rows[signal.name].set_index("time")["value"]
         limits = {name: float(frame.quantile(share)) for name, share in (("middle", 0.5), ("high", 0.8))}
-        for origin in np.arange(end // 600 * 600 - 9600, end + 1, 600.0):
+        for origin in np.arange(end // 600 * 600 - seconds, end + 1, 600.0):
             value = float(frame[: pd.Timestamp(origin, unit="s", tz="UTC")].iloc[-1])
             for model in MODELS:
                 scale = 0.4 if model == "prophet" else 0.6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from observability.app.page_now import in_words
 from observability.app.view import RANGES, View, make_view, refresh_seconds
 from observability.objectives import E2E, ITL, TTFT
 from observability.signals import BY_NAME, WINDOW_SECONDS
+from observability.store.embedded import create
 from observability.store.source import Fired, SeriesSource
 from tests.app import synthetic
 
@@ -239,10 +241,37 @@ def test_a_second_of_forward_passes_yields_the_tokens_over_the_seconds_in_them(
 
 def test_a_new_version_is_a_deploy_at_its_first_moment(source: SeriesSource, view: View) -> None:
     wide = View(view.model, view.end - 7200, view.end, 60.0)
-    (mark,) = happened(source, wide)
-    assert (mark.kind, mark.text) == ("deploy", "version 1.0 → 1.1")
+    (mark,) = [each for each in happened(source, wide) if each.kind == "deploy"]
+    assert mark.text == "version 1.0 → 1.1"
     assert abs(mark.start - (view.end - 3600)) <= 60
-    assert happened(source, View(view.model, view.end - 1800, view.end, 60.0)) == ()
+    late = happened(source, View(view.model, view.end - 1800, view.end, 60.0))
+    assert [each for each in late if each.kind == "deploy"] == []
+
+
+def test_where_nothing_evaluates_alerts_an_objective_that_burns_is_an_incident_from_its_own_numbers(
+    tmp_path: Path, end: float
+) -> None:
+    store, end = create(tmp_path / "store.db"), end // 300 * 300
+    minutes = np.arange(end - 6 * 3600, end + 1, 60.0)
+    load = 1.0 + 0.5 * np.sin(minutes / 900)
+    bad = np.where((minutes > end - 7200) & (minutes <= end - 4800), 0.6, 0.001)
+    bad[(minutes > end - 14400) & (minutes <= end - 14100)] = 0.3  # five bad minutes of an hour: no page
+    for signal, values in ((queries.events_signal(E2E), load), (queries.over_threshold_signal(E2E), bad)):
+        frame = pd.DataFrame({"time": pd.to_datetime(minutes, unit="s", utc=True), "model": "m", "value": values})
+        store.append(signal.name, frame)
+
+    def burning(t: float) -> bool:
+        def share(seconds: float) -> float:
+            kept = [i for i, at in enumerate(minutes) if at % 300 == 0 and t - seconds < at <= t]
+            return sum(load[i] * bad[i] for i in kept) / sum(load[i] for i in kept)
+
+        return min(share(300), share(3600)) >= 14.4 * (1 - E2E.target)
+
+    truth = [t for t in np.arange(end - 5 * 3600, end + 1, 300.0) if burning(t)]
+    assert 3 <= len(truth) <= 10
+    found = happened(store, View("m", end - 5 * 3600, end, 60.0))
+    assert {each.text for each in found} == {"Request duration burns its budget"}
+    assert [(each.kind, each.start, each.end) for each in found] == [("incident", truth[0] - 300, truth[-1])]
 
 
 def test_alerts_that_overlap_are_one_incident_and_infos_are_none() -> None:

@@ -162,6 +162,11 @@ def objectives() -> Iterator[bytes]:
     yield b'[[objective]]\nname = "availability"\nmin_events = 5\nclass = "interactive"\n'
 
 
+def config_file() -> Iterator[bytes]:
+    yield b'[serve]\nport = 9000\nmodel = "tiny"\nengine = { num_blocks = 512, controller = "on" }\n\n[app]\nsource = "a.db"\n'
+    yield b'[boards.import]\nurl = "http://127.0.0.1:3000"\n\n[[objective]]\nname = "ttft"\ntarget = 0.95\nthreshold_seconds = 0.5\n'
+
+
 def settings() -> Iterator[bytes]:
     yield b"latency=0.1,0.2,0.8,20\ninter_token=0.05,0.1\ntail=0,0.8"
     yield b"num_host_blocks=4096\ncontroller.p99_high_seconds=0.5\ncontroller=on\nprefix_caching=off\ncompaction_seconds=0.002"

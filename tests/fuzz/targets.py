@@ -225,6 +225,25 @@ def objectives(data: bytes) -> None:
     parse(data.decode("utf-8", errors="replace"), "objectives.toml")
 
 
+def config_file(data: bytes) -> None:
+    """The configuration file, down to each table's options."""
+    from typer.main import get_command
+
+    from observability import config
+    from observability.cli import root
+    from observability.cli._commands import Tables
+
+    path = _file("kvscope.toml")
+    path.write_bytes(data)
+    file = config.parsed(path)
+    tables = Tables(get_command(root), file)
+    for name in file.tables:
+        below = tables.get(name)
+        if isinstance(below, Tables):
+            for inner in file.tables[name]:
+                below.get(inner)
+
+
 def settings(data: bytes) -> None:
     """Engine settings and bucket plans, one a line."""
     from observability.buckets import bucket_plan
@@ -242,7 +261,7 @@ TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         http_body, http_headers, trace_file, block, snapshot, gguf, model_folder, exposition, foreign_page, kv_events, objectives,
-        settings,
+        config_file, settings,
     )
 }  # fmt: skip
 

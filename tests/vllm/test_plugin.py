@@ -20,8 +20,8 @@ from tests.conftest import REPO
 from tests.vllm.harness import finished, iteration, scheduler
 
 _HEAVY = (
-    "torch", "transformers", "streamlit", "plotly", "pandas", "prophet", "grafanalib", "scipy", "sklearn", "gguf", "tokenizers",
-    "safetensors", "matplotlib", "selenium", "vllm",
+    "torch", "transformers", "streamlit", "plotly", "pandas", "prophet", "scipy", "sklearn", "gguf", "tokenizers", "safetensors",
+    "matplotlib", "selenium", "vllm",
 )  # fmt: skip
 _PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
