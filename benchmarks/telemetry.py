@@ -5,7 +5,7 @@
     python benchmarks/telemetry.py --fours 1500 --seconds 60        steadier figures, on a quiet machine
 
 Costs are CPU time of the thread that pays, so that other work on the machine hardly shows; medians over many repetitions. What telemetry
-takes from the engine is told by steps of one engine with it on and off in turns. What a scrape takes from a step is told by the steps during
+takes from the engine is told by steps of one engine with it on and off in turns, of a tiny model and of the bundled one. What a scrape takes from a step is told by the steps during
 scrapes of their own engine against those during equal scrapes of another one, with the endpoint in a process of its own and in a thread of
 the engine's; a quiet machine is needed: the load is printed, too.
 """
@@ -46,6 +46,29 @@ from observability.telemetry.recorder import KVState, RequestTrace, Telemetry
 PREFILL, DECODE = c.STATES.index("prefill"), c.STATES.index("decode")
 FORWARD = c.COMPONENTS.index("forward_decode")
 SERIES = 3000  # of the scrape
+DEFAULT_MODEL = "smollm2-135m"
+#: What docs/performance.md shows.
+SHOWN = (
+    *((f"record_step_{n}_running_us", f"records of a step of {n} requests, CPU", "us") for n in (8, 32, 128)),
+    ("bundled_model_on_off_cpu_ratio", f"a step of {DEFAULT_MODEL}, 32 requests: telemetry on / off", "ratio"),
+    ("bundled_model_on_on_cpu_ratio", "the same comparison of no difference: on / on", "ratio"),
+    ("engine_on_off_cpu_ratio", "a step of the tiny model (6 ms), 32 requests: telemetry on / off", "ratio"),
+    ("engine_on_on_cpu_ratio", "the same comparison of no difference: on / on, tiny", "ratio"),
+    ("scrape_text_us", "a scrape of 3,000 series, CPU", "us"),
+    ("scrape_text_longest_hold_us", "longest that it holds the interpreter at a time", "us"),
+    ("scrape_text_bytes", "its text", "bytes"),
+    ("scrape_text_gzip_bytes", "its text, gzip", "bytes"),
+    *(
+        row
+        for name, where in (("process", "a process of its own"), ("thread", "a thread of the engine"))
+        for row in (
+            (f"delay_{name}_scrape_ms", f"a scrape at 5 Hz by {where}", "ms"),
+            (f"delay_{name}_p50_ms", "steps during it against equal scrapes of another process: P50 later by", "ms"),
+            (f"delay_{name}_p99_ms", "the same, P99", "ms"),
+            (f"delay_{name}_longest_ms", "the same, the longest", "ms"),
+        )
+    ),
+)  # fmt: skip
 STEP_COMPONENTS = tuple(
     c.COMPONENTS.index(name) for name in ("schedule", "kv_alloc", "forward_decode", "sample", "emit")
 )
@@ -474,6 +497,8 @@ def scrape_delay(
     rng = np.random.default_rng(0)
     # The longest of as many steps: of more it would be longer by chance alone.
     count = min(len(scraped), len(control))
+    if not count:  # steps longer than the time between scrapes
+        return {}
     longest = [float(np.median([rng.choice(x, count).max() for _ in range(300)])) for x in (scraped, control)]
     out = {
         "delay_series": series,
@@ -497,17 +522,23 @@ def scrape_delay(
 
 
 def main() -> None:
-    parser = Parser(__doc__, quick={"fours": 100, "seconds": 6.0})
+    parser = Parser(__doc__, quick={"fours": 100, "bundled_fours": 0, "seconds": 6.0})
     parser.add_argument(
         "--model", default="tiny", help="model of the engine (default: tiny, whose steps are the shortest)"
     )
     parser.add_argument("--fours", type=int, default=500, help="of steps with telemetry on and off (default: 500)")
+    parser.add_argument(
+        "--bundled-fours", type=int, default=40, help=f"the same with {DEFAULT_MODEL}, some seconds each; 0: not"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of scrapes at 5 Hz (default: 20)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
     figures = record_costs() | residency_costs() | scrape_costs()
     figures |= engine_costs(options.model, options.fours)
+    if options.bundled_fours:
+        whole = engine_costs(DEFAULT_MODEL, options.bundled_fours)
+        figures |= {name.replace("engine_", "bundled_model_"): value for name, value in whole.items()}
     figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter_process, "process")
     figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter, "thread")
     load.append(os.getloadavg()[0])
@@ -518,9 +549,7 @@ def main() -> None:
         print(
             "\nOther work was running: the figures that begin with engine_ or delay_ are to be taken again on a quiet machine."
         )
-    rows = [
-        Row(name.removesuffix("_ratio"), value, "ratio") for name, value in figures.items() if name.endswith("_ratio")
-    ]
+    rows = [Row(named, figures[name], unit) for name, named, unit in SHOWN if name in figures]
     keep(options, rows, figures)
 
 

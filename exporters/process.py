@@ -1,6 +1,6 @@
 """The endpoint in a process of its own: HTTP, rendering and compression never hold the interpreter of an engine.
 
-This is the engine's side. A thread that sleeps until the other process (mirror.py) asks reads the values, a tenth of a millisecond at a
+This is the engine's side. A thread that sleeps until the other process (mirror.py) asks reads the values, a fifth of a millisecond at a
 time, and sends them over: of a recorder 8 bytes a series, and what is new of its layout and exemplars.
 """
 
@@ -22,7 +22,9 @@ from observability.telemetry.snapshot import Block, Exemplar, Row
 from observability.tls import Tls
 
 _log = logging.getLogger(__name__)
-_PAUSE_SECONDS = 0.002  # after each tenth of a millisecond of reading: a step of the engine meets few of them
+_PAUSE_SECONDS = (
+    0.008  # after each fifth of a millisecond of reading: each costs a step some tenths by the change of threads, too
+)
 _AGAIN_SECONDS = 1.0  # after which an endpoint that ended is started again
 _STOP_SECONDS = 5.0
 

@@ -14,7 +14,7 @@ from exporters.together import Columnar, Source, parts
 from observability.catalog import FAMILIES, Family
 from observability.telemetry.snapshot import Block, Exemplar, FamilySamples, Row
 
-_LINES_AT_ONCE = 100  # about 0.1 ms
+_LINES_AT_ONCE = 200  # about 0.2 ms
 _NO_EXEMPLAR: tuple[list[Exemplar | None], int] = ([None], 0)
 
 
@@ -154,7 +154,7 @@ class Exposition:
     def render(self, more: Sequence[FamilySamples] = (), *, pause_seconds: float = 0.0) -> tuple[bytes, int]:
         """What `render` makes of a snapshot of the source and `more` families, and how many series that is.
 
-        Sleeps `pause_seconds` after each tenth of a millisecond of work, which lets other threads of the interpreter go on.
+        Sleeps `pause_seconds` after each fifth of a millisecond of work, which lets other threads of the interpreter go on.
         """
         found: dict[str, list[str]] = {}
         series = 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from observability.telemetry.recorder import Published
 
 
-_HOLD_SECONDS = 1e-4  # longest that a reading in parts holds the interpreter at a time, but for the block it is at
+_HOLD_SECONDS = 2e-4  # longest that a reading in parts holds the interpreter at a time, but for the block it is at
 
 
 class Exemplar(NamedTuple):
@@ -94,7 +94,7 @@ class Layout:
     def values(self, published: Published | None, pause_seconds: float = 0.0) -> np.ndarray:
         """One reading, float64 [len(series)]; NaN where a series does not exist.
 
-        With `pause_seconds`, sleeps that long between two blocks after each tenth of a millisecond of reading.
+        With `pause_seconds`, sleeps that long between two blocks after each fifth of a millisecond of reading.
         """
         out: list[float] = []
         until = time.perf_counter() + _HOLD_SECONDS if pause_seconds else inf
