@@ -50,8 +50,10 @@ DEFAULT_MODEL = "smollm2-135m"
 #: What docs/performance.md shows.
 SHOWN = (
     *((f"record_step_{n}_running_us", f"records of a step of {n} requests, CPU", "us") for n in (8, 32, 128)),
-    ("bundled_model_on_off_cpu_ratio", f"a step of {DEFAULT_MODEL}, 32 requests: telemetry on / off", "ratio"),
+    ("bundled_model_records_ratio", f"records within a step of {DEFAULT_MODEL}, 32 requests / the step", "ratio"),
+    ("bundled_model_on_off_cpu_ratio", "such a step: telemetry on / off", "ratio"),
     ("bundled_model_on_on_cpu_ratio", "the same comparison of no difference: on / on", "ratio"),
+    ("engine_records_ratio", "records within a step of the tiny model, 32 requests / the step", "ratio"),
     ("engine_on_off_cpu_ratio", "a step of the tiny model (6 ms), 32 requests: telemetry on / off", "ratio"),
     ("engine_on_on_cpu_ratio", "the same comparison of no difference: on / on, tiny", "ratio"),
     ("scrape_text_us", "a scrape of 3,000 series, CPU", "us"),
@@ -412,6 +414,15 @@ def records_in_place(engine: Engine) -> dict[str, float]:
     return {"engine_records_in_place_us_per_step": total / steps / 1e3}
 
 
+def shares(figures: dict[str, float]) -> dict[str, float]:
+    """Records in place over the step that they are in, of each model that was run."""
+    return {
+        f"{name}_records_ratio": figures[f"{name}_records_in_place_us_per_step"] / figures[f"{name}_step_cpu_us"]
+        for name in ("engine", "bundled_model")
+        if f"{name}_step_cpu_us" in figures
+    }
+
+
 SCRAPER = """
 import json, sys, time, urllib.request
 seconds, rate, urls = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
@@ -541,6 +552,7 @@ def main() -> None:
         figures |= {name.replace("engine_", "bundled_model_"): value for name, value in whole.items()}
     figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter_process, "process")
     figures |= scrape_delay(options.model, options.seconds, 5.0, start_exporter, "thread")
+    figures |= shares(figures)
     load.append(os.getloadavg()[0])
     figures |= {"load_before": load[0], "load_after": load[1]}
     for name, figure in figures.items():

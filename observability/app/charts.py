@@ -134,7 +134,12 @@ class Sheet:
 def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
     """The time axis of the view, with simulated spans shaded; where the chart is `covered`, a bar over it marks them."""
     view = frame.view
-    sheet.x |= {"type": "date", "range": [moment(view.start, view.zone), moment(view.end, view.zone)]}
+    sheet.margin["b"] = 22
+    sheet.x |= {
+        "automargin": False,
+        "type": "date",
+        "range": [moment(view.start, view.zone), moment(view.end, view.zone)],
+    }
     days = {"tickformat": "%-d %b", "dtick": 86_400_000 * (1 if view.seconds < 5 * 86400 else 2)}  # at midnight
     sheet.x |= days if view.seconds > 86400 else {"tickformat": "%H:%M", "nticks": 6}
     _marks(sheet, frame)
@@ -202,7 +207,10 @@ def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], 
     far = [line for line in lines if line.value > top * 1.12 and not bounded]
     ceiling = 1.0 if bounded else (top or 1.0) * (1.35 if far else 1.12)
     suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
-    sheet.y |= {"range": [0, ceiling * factor], "ticksuffix": suffix}
+    sheet.y |= {"range": [0, ceiling * factor], "ticksuffix": suffix, "automargin": False}
+    # Room for the longest label, so that Plotly need not draw twice to find it.
+    longest = max(len(f"{part:.3g}") for part in ceiling * factor * np.linspace(0, 1, 5)) + len(suffix)
+    sheet.margin["l"] = 10 + round(6.3 * max(longest, 4))
     for line in lines:
         if line in far:  # drawn to scale it would flatten the data, so it is told in words
             sheet.note(f"{line.label} ↑", OBJECTIVE_LINE, x=1, y=1, xanchor="right", yanchor="top")
@@ -217,6 +225,19 @@ def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], 
 def on_grid(frame: pd.DataFrame, view: View) -> pd.Series:
     """`value` by time on the grid of the view, NaN where the source has no row, so that lines break at gaps."""
     return frame.groupby("time")["value"].last().reindex(view.times)
+
+
+def _times(view: View) -> dict[str, Any]:
+    """The grid of the view as Plotly takes it: a start and a step, which spares a browser a text for each point; where the zone's clock
+    changes inside of the view, the moments themselves."""
+    times = shown(view.times, view.zone)
+    if times[-1] - times[0] != view.times[-1] - view.times[0]:
+        return {"x": times}
+    return {"x0": times[0].isoformat(), "dx": 1000.0 * view.step}
+
+
+#: Of more points than these only those that stand alone are marked.
+MARKED = 60
 
 
 def _hover(values: pd.Series, unit: str) -> list[str]:
@@ -240,19 +261,29 @@ def lines(
         if len(before := past[past["series"] == name]):
             colour = COLOURS.get(name, SERIES[i % len(SERIES)]) if len(names) > 1 else GREY
             _earlier_line(sheet, frame, on_grid(before, frame.view), unit, factor, name, colour)
-        values = on_grid(data[data["series"] == name], frame.view)
-        lonely = values.notna() & values.shift().isna() & values.shift(-1).isna()  # a point between gaps has no line
+        values, colour = on_grid(data[data["series"] == name], frame.view), COLOURS.get(name, SERIES[i % len(SERIES)])
         sheet.add(
             "scatter",
-            x=shown(pd.DatetimeIndex(values.index), frame.view.zone), y=values * factor, name=readable(name), mode="lines+markers",
-            line={"color": COLOURS.get(name, SERIES[i % len(SERIES)]), "width": 1.8},
-            marker={"size": np.where(lonely, 4, 0)},
+            **_times(frame.view), y=values * factor, name=readable(name), mode="lines",
+            line={"color": colour, "width": 1.8}, legendgroup=name,
             customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
-            sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(COLOURS.get(name, SERIES[0]), 0.10)}
+            sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(colour, 0.10)}
+        _lonely(sheet, values * factor, frame, colour, name)
     _time_axis(sheet, frame)
     return sheet.figure()
+
+
+def _lonely(sheet: Sheet, values: pd.Series, frame: Frame, colour: str, group: str) -> None:
+    """Dots where a value stands between gaps, which no line would show. A trace of their own: a browser takes a node for each marker of a
+    trace, seen or not."""
+    alone = values[values.notna() & values.shift().isna() & values.shift(-1).isna()]
+    if len(alone):
+        sheet.add(
+            "scatter", x=shown(pd.DatetimeIndex(alone.index), frame.view.zone), y=alone, mode="markers", marker={"size": 4, "color": colour},
+            legendgroup=group, showlegend=False, hoverinfo="skip",
+        )  # fmt: skip
 
 
 def _earlier_line(
@@ -262,7 +293,7 @@ def _earlier_line(
     assert frame.earlier is not None
     sheet.add(
         "scatter",
-        x=shown(pd.DatetimeIndex(values.index), frame.view.zone), y=values * factor, mode="lines",
+        **_times(frame.view), y=values * factor, mode="lines",
         name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
         customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=name == "total",
     )  # fmt: skip
@@ -459,11 +490,15 @@ def forecast(
         band(past, max(bands), STEEL)
         centre(past, "made 1 h ago", mode="lines", line={"color": STEEL, "width": 1.4, "dash": "dot"})
     means = came.set_index("time")["value"].resample("10min").mean()  # a missing ten minutes breaks the line
+    means.index = pd.DatetimeIndex(means.index) - pd.Timedelta(minutes=5)
     sheet.add(
             "scatter",
-        x=middle(pd.DatetimeIndex(means.index)), y=means * factor, mode="lines+markers", name="measured",
+        x=shown(pd.DatetimeIndex(means.index), view.zone), y=means * factor, name="measured", legendgroup="measured",
+        mode="lines+markers" if len(means) <= MARKED else "lines",
         line={"color": BLUE, "width": 1.8}, marker={"size": 3}, customdata=_hover(means, unit), hovertemplate="%{customdata}",
     )  # fmt: skip
+    if len(means) > MARKED:
+        _lonely(sheet, means * factor, frame, BLUE, "measured")
     if len(ahead):
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)

@@ -121,7 +121,8 @@ def freshness(source: SeriesSource, now: float) -> Freshness:
     age = source.freshness()
     if age is None:
         return Freshness("empty")
-    return Freshness("stale" if age > STALE_AFTER_SECONDS else "live", age, now - age)
+    # to the second: what is said is cut there, and the age was taken a moment after `now`
+    return Freshness("stale" if age > STALE_AFTER_SECONDS else "live", age, float(round(now - age)))
 
 
 # -- Now --------------------------------------------------------------------------------------------------------------

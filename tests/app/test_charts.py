@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -120,8 +121,10 @@ def test_a_moment_on_its_own_is_still_visible() -> None:
     alone = frame_of({"queued": [None, None, 2.0]})
     (area,) = charts.stacked(alone, "seconds", charts.Frame(VIEW), order=catalog.STATES).data
     assert len(area.x) == 2
-    (line,) = charts.lines(alone, "seconds", charts.Frame(VIEW)).data
-    assert max(line.marker.size) > 0
+    line, dot = charts.lines(alone, "seconds", charts.Frame(VIEW)).data
+    assert (line.mode, dot.mode) == ("lines", "markers")
+    assert (pd.DatetimeIndex(dot.x) == charts.shown(VIEW.times, VIEW.zone)[2:3]).all()
+    assert list(dot.y) == [value for value in line.y if value == value]
 
 
 def test_an_objective_far_above_the_data_does_not_flatten_it() -> None:
@@ -157,13 +160,30 @@ def test_simulated_spans_a_few_points_apart_are_shaded_as_one() -> None:
     assert edges == [(0, 180), (480, 500)]
 
 
+def times_of(trace: Any, count: int) -> pd.DatetimeIndex:
+    """The moments of a trace that has them all, or a start and a step."""
+    if trace.x is not None:
+        return pd.DatetimeIndex(trace.x)
+    return pd.DatetimeIndex([pd.Timestamp(trace.x0) + pd.Timedelta(milliseconds=trace.dx * i) for i in range(count)])
+
+
 def test_times_are_shown_in_the_zone_of_the_view() -> None:
     data = frame_of({"P99": [0.1]})
-    kolkata = (
-        charts.lines(data, "seconds", charts.Frame(View("m", VIEW.start, VIEW.end, 60.0, "Asia/Kolkata"))).data[0].x[0]
+    (kolkata, *_), (utc, *_) = (
+        charts.lines(data, "seconds", charts.Frame(View("m", VIEW.start, VIEW.end, 60.0, zone))).data
+        for zone in ("Asia/Kolkata", "UTC")
     )
-    utc = charts.lines(data, "seconds", charts.Frame(VIEW)).data[0].x[0]
-    assert pd.Timestamp(kolkata) - pd.Timestamp(utc) == pd.Timedelta(hours=5, minutes=30)
+    assert (times_of(utc, len(utc.y)) == VIEW.times.tz_localize(None)).all()
+    assert (times_of(kolkata, len(kolkata.y)) - times_of(utc, len(utc.y)) == pd.Timedelta(hours=5, minutes=30)).all()
+
+
+def test_times_stay_right_over_a_change_of_the_clock() -> None:
+    change = pd.Timestamp("2026-10-25T01:00Z").timestamp()  # from 03:00 to 02:00 in Berlin
+    view = View("m", change - 3600, change + 3600, 600.0, "Europe/Berlin")
+    data = pd.DataFrame({"time": view.times, "series": "P99", "value": 0.1})
+    line, *_ = charts.lines(data, "seconds", charts.Frame(view)).data
+    expected = [t.tz_convert("Europe/Berlin").tz_localize(None) for t in view.times]
+    assert list(times_of(line, len(line.y))) == expected
 
 
 def test_a_heatmap_has_all_regions_and_leaves_unmeasured_cells_empty() -> None:

@@ -1,0 +1,97 @@
+"""The app without a mouse: Tab reaches every control in the order of the page, and Enter, arrows and Escape do what they do elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from tests.app.browser import Browser
+from tests.conftest import wait_for
+
+#: What has the focus, in words: the part of the page, and what a reader would call it.
+_FOCUS = """
+const e = document.activeElement;
+if (!e || e === document.body) return ['', ''];
+const part = e.closest('header, [class*="st-key-controls"], [class*="st-key-card-"], [class*="st-key-"]');
+const name = part ? (part.tagName === 'HEADER' ? 'header' : (part.className.match(/st-key-(\\S+)/) || [])[1]) : '';
+return [name, (e.innerText || e.getAttribute('aria-label') || e.value || e.placeholder || '').trim()];
+"""
+_OUTLINE = """
+const s = getComputedStyle(document.activeElement);
+return s.outlineStyle !== 'none' || s.boxShadow !== 'none' || s.borderColor !== '';
+"""
+
+
+def press(browser: Browser, *keys: str) -> None:
+    ActionChains(browser.driver).send_keys(*keys).perform()
+
+
+def focus(browser: Browser) -> tuple[str, str]:
+    part, name = browser.driver.execute_script(_FOCUS)
+    return str(part), str(name)
+
+
+def walk(browser: Browser, most: int = 90) -> list[tuple[str, str]]:
+    """What Tab comes by from the top of the page on, until it leaves the page or comes back."""
+    browser.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
+    seen: list[tuple[str, str]] = []
+    for _ in range(most):
+        press(browser, Keys.TAB)
+        now = focus(browser)
+        if now == ("", "") and seen:
+            break
+        assert browser.driver.execute_script(_OUTLINE), f"{now} does not show that it has the focus"
+        seen.append(now)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, app_url: str) -> Browser:
+    browser.look(1280, 800, "light")
+    browser.open(f"{app_url}/?end=2099-01-01T00:00&range=1h", 0)  # a fixed end: nothing refreshes under the walk
+    return browser
+
+
+def test_tab_reaches_pages_filters_and_the_menu_of_every_card(page: Browser) -> None:
+    seen = walk(page)
+    names = [name for _, name in seen]
+    for wanted in ("Now", "P99", "KV cache", "15m", "UTC"):
+        assert any(wanted in name for name in names), f"{wanted} is out of reach: {names}"
+    cards = page.driver.execute_script(
+        "return [...document.querySelectorAll('[class*=\"st-key-card-\"]')].map(e => e.className.match(/st-key-card-(\\S+)/)[1])"
+    )
+    reached = {part for part, _ in seen}
+    for card in cards:
+        assert {f"head-{card}", f"card-{card}"} & reached, f"the menu of {card} is out of reach"
+
+
+def put_focus(browser: Browser, element: str) -> None:
+    """Gives `element` (JavaScript) the focus and sees that it stays there: a page that is still being drawn takes it away."""
+
+    def held() -> bool:
+        browser.driver.execute_script(f"{element}.focus()")
+        time.sleep(0.5)
+        return bool(browser.driver.execute_script(f"return document.activeElement === {element}"))
+
+    wait_for(held, 30, f"{element} keeps the focus")
+
+
+def test_a_range_is_chosen_and_a_menu_opened_and_closed_by_keys(page: Browser, app_url: str) -> None:
+    page.open(f"{app_url}/?end=2099-01-01T00:00&range=1h", 0)
+    put_focus(page, "[...document.querySelectorAll('.st-key-range button')].find(b => b.innerText.trim() === '6h')")
+    press(page, Keys.ENTER)
+    wait_for(lambda: "range=6h" in page.driver.current_url, 30, "the range of six hours")
+    put_focus(page, "document.querySelector('.st-key-card-kv-usage [data-testid=stPopover] button')")
+    press(page, Keys.ENTER)
+    wait_for(lambda: "recorded as" in page.text(), 30, "the menu opens")
+    press(page, Keys.ESCAPE)
+    wait_for(lambda: "recorded as" not in page.text(), 30, "the menu closes")
+
+
+def test_a_page_is_opened_by_keys(page: Browser, app_url: str) -> None:
+    put_focus(page, "[...document.querySelectorAll('header a')].find(a => a.innerText.includes('Hardware'))")
+    press(page, Keys.ENTER)
+    wait_for(lambda: page.driver.current_url.split("?")[0] == f"{app_url}/hardware", 30, "the page Hardware")
