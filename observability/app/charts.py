@@ -80,8 +80,12 @@ def readable(label: str) -> str:
     return label.replace("_", " ").replace("kv ", "KV ")
 
 
+#: Whether Plotly checks each property of a figure, which takes most of the time of making one: in the tests.
+CHECKED = False
+
+
 class Sheet:
-    """A figure in the making, as plain dictionaries that Plotly checks once: its own updates cost ten times as much."""
+    """A figure in the making, as plain dictionaries: Plotly's own updates cost ten times as much."""
 
     def __init__(self, height: int, **layout: Any) -> None:
         self.traces: list[dict[str, Any]] = []
@@ -99,7 +103,8 @@ class Sheet:
 
     def add(self, kind: str, **trace: Any) -> None:
         """Adds a trace."""
-        self.traces.append({"type": kind, **trace})
+        arrays = {k: v.to_numpy() if isinstance(v, pd.Series | pd.Index) else v for k, v in trace.items()}
+        self.traces.append({"type": kind, **arrays})
 
     def note(self, text: str, colour: str, **place: Any) -> None:
         """Adds small text in paper coordinates unless `place` says otherwise."""
@@ -128,7 +133,7 @@ class Sheet:
             "shapes": self.shapes,
             "annotations": self.notes,
         }
-        return go.Figure(self.traces, {"legend": legend, **layout, **self.layout})
+        return go.Figure(self.traces, {"legend": legend, **layout, **self.layout}, _validate=CHECKED)
 
 
 def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:

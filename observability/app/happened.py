@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from observability import catalog
@@ -55,10 +56,12 @@ def burns(source: SeriesSource, view: View) -> list[Mark]:
         if objective.applies_to:
             continue
         every = rates(source, objective, start - HOUR, end, view.where)
-        hour = every.rolling(pd.Timedelta(seconds=HOUR), min_periods=1).sum()
-        allowed = FAST_BURN * (1 - objective.target)
-        burning = [(part["bad"] >= allowed * part["events"]) & (part["events"] > 0) for part in (every, hour)]
-        times = unix_seconds(every.index[burning[0] & burning[1]])
+        times, allowed = unix_seconds(every.index), FAST_BURN * (1 - objective.target)
+        before = np.searchsorted(times, times - HOUR, side="right")
+        sums = {name: np.append(0.0, every[name].cumsum()) for name in ("events", "bad")}
+        hour = {name: sums[name][1:] - sums[name][before] for name in sums}
+        burning = (every["bad"] >= allowed * every["events"]) & (hour["bad"] >= allowed * hour["events"])
+        times = times[(burning & (every["events"] > 0)).to_numpy()]
         spans = joined([(at - STEP, at) for at in times[times > start]])
         marks += [Mark("incident", low, high, f"{objective.title} burns its budget") for low, high in spans]
     return marks

@@ -7,7 +7,7 @@ have is a missing row, never 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -479,15 +479,30 @@ def why_absent(signal_names: Sequence[str], simulated: bool, told: Mapping[str, 
 TOLD = BY_NAME["_".join(catalog.SOURCE_FAMILY.labels) + ":kvscope_source_family:sum"]
 
 
-def capabilities(source: SeriesSource, view: View, signal_names: Sequence[str]) -> dict[str, Capability]:
-    """What the engine behind the model can feed, where it is not kvscope's own: an adapter's by its table, the vLLM plug-in's by what
-    it tells itself. Signals that are fed in full are left out."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How it is known what the engine behind a model can feed: by its adapter's table, or by what the vLLM plug-in says of each family
+    (status and reason). Neither: it is kvscope's own."""
+
+    adapter: str = ""
+    families: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def told(source: SeriesSource, view: View) -> Told:
+    """What is known of the engine behind the view's model."""
     engines = [name for name in source.engines(view.model) if name in ADAPTERS]
     if engines:
-        found = {name: capability(engines[0], name) for name in signal_names}
+        return Told(engines[0])
+    rows = at_newest(over_time(source, view, TOLD)).to_dict("records")
+    return Told(families={row["family"]: (row["status"], row["reason"]) for row in rows})
+
+
+def capabilities(known: Told, signal_names: Sequence[str]) -> dict[str, Capability]:
+    """What the engine can feed of the signals; those that are fed in full are left out."""
+    if known.adapter:
+        found = {name: capability(known.adapter, name) for name in signal_names}
     else:
-        frame = at_newest(over_time(source, view, TOLD))
-        families = {row["family"]: (row["status"], row["reason"]) for row in frame.to_dict("records")}
+        families = known.families
         found = {name: from_families(BY_NAME[name], families) for name in signal_names} if families else {}
     return {name: each for name, each in found.items() if each.status != "yes"}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import pandas as pd
 import streamlit as st
+from cachetools import TTLCache
 
 from observability.app.reads import patiently
 from observability.app.settings import SOURCE_VARIABLE
@@ -30,66 +32,59 @@ MAX_KEPT = 1000
 
 _T = TypeVar("_T")
 
-_Where = tuple[tuple[str, str], ...]
-
 
 @st.cache_resource(show_spinner=False)
 def _opened(spec: str) -> SeriesSource:
     return open_source(spec)
 
 
-# Frames are kept as they are, not pickled for each reader as cache_data does; readers get shallow copies (CachedSource._kept).
+class _Read(Generic[_T]):
+    """A read that all viewers share for `ttl` seconds; of `most` different ones. Errors are not kept. What is kept is not copied for each
+    reader: `CachedSource` hands out frames that change apart from each other."""
+
+    def __init__(self, name: str, ttl: float, most: int, read: Callable[..., _T]) -> None:
+        self.name, self._read = name, read
+        self._kept: TTLCache[tuple[Hashable, ...], _T] = TTLCache(most, ttl)
+        self._lock = threading.Lock()
+
+    def known(self, *arguments: Hashable) -> tuple[_T] | None:
+        """What was read of `arguments`, the source's text first; None: nothing, or too long ago."""
+        with self._lock:
+            return (self._kept[arguments],) if arguments in self._kept else None
+
+    def __call__(self, spec: str, *arguments: Hashable) -> _T:
+        value = self._read(_opened(spec), *arguments)
+        with self._lock:
+            self._kept[spec, *arguments] = value
+        return value
 
 
-@st.cache_resource(ttl=TTL, max_entries=2000, show_spinner=False)
-def _range(spec: str, signal: str, start: float, end: float, step: float, where: _Where) -> pd.DataFrame:
-    return _opened(spec).range(signal, start, end, step, dict(where))
+_RANGE = _Read(
+    "range", TTL, 2000, lambda s, signal, start, end, step, where: s.range(signal, start, end, step, dict(where))
+)
+_LONG_RANGE = _Read(
+    "long range",
+    LONG_TTL,
+    200,
+    lambda s, signal, start, end, step, where: s.range(signal, start, end, step, dict(where)),
+)
+_LATEST = _Read("latest", TTL, 500, lambda s, signal, where: s.latest(signal, dict(where)))
+_FORECASTS = _Read(
+    "forecasts", FORECAST_TTL, 100, lambda s, signal, where, *which: s.forecasts(signal, dict(where), *which)
+)
+_ALERTS: _Read[list[Fired] | None] = _Read("alerts", TTL, 200, lambda s, *span: s.alerts(*span))
+_EXEMPLARS: _Read[list[SlowRequest] | None] = _Read("exemplars", TTL, 50, lambda s, *span: s.exemplars(*span))
+_SIMULATED: _Read[list[tuple[float, float]]] = _Read("simulated", TTL, 200, lambda s, *span: list(s.simulated(*span)))
+_ENGINES: _Read[list[str]] = _Read("engines", FORECAST_TTL, 50, lambda s, model: s.engines(model))
+_MODELS: _Read[list[str]] = _Read("models", STATE_TTL, 10, lambda s: list(s.models()))
 
 
-@st.cache_resource(ttl=LONG_TTL, max_entries=200, show_spinner=False)
-def _long_range(spec: str, signal: str, start: float, end: float, step: float, where: _Where) -> pd.DataFrame:
-    return _opened(spec).range(signal, start, end, step, dict(where))
-
-
-@st.cache_data(ttl=TTL, max_entries=200, show_spinner=False)
-def _alerts(spec: str, start: float, end: float, model: str) -> list[Fired] | None:
-    return _opened(spec).alerts(start, end, model)
-
-
-@st.cache_data(ttl=FORECAST_TTL, max_entries=50, show_spinner=False)
-def _engines(spec: str, model: str) -> list[str]:
-    return _opened(spec).engines(model)
-
-
-@st.cache_data(ttl=TTL, max_entries=50, show_spinner=False)
-def _exemplars(spec: str, family: str, start: float, end: float, model: str) -> list[SlowRequest] | None:
-    return _opened(spec).exemplars(family, start, end, model)
-
-
-@st.cache_resource(ttl=TTL, max_entries=500, show_spinner=False)
-def _latest(spec: str, signal: str, where: _Where) -> pd.DataFrame:
-    return _opened(spec).latest(signal, dict(where))
-
-
-@st.cache_resource(ttl=FORECAST_TTL, max_entries=100, show_spinner=False)
-def _forecasts(spec: str, signal: str, where: _Where, model: str, since: float) -> pd.DataFrame:
-    return _opened(spec).forecasts(signal, dict(where), model, since)
-
-
-@st.cache_data(ttl=TTL, max_entries=200, show_spinner=False)
-def _simulated(spec: str, start: float, end: float) -> list[tuple[float, float]]:
-    return list(_opened(spec).simulated(start, end))
-
-
-@st.cache_data(ttl=STATE_TTL, max_entries=10, show_spinner=False)
-def _models(spec: str) -> list[str]:
-    return list(_opened(spec).models())
-
-
-@st.cache_data(ttl=STATE_TTL, max_entries=10, show_spinner=False)
-def _newest(spec: str) -> float | None:
-    age = _opened(spec).freshness()
+def _unix_time_of_newest(source: SeriesSource) -> float | None:
+    age = source.freshness()
     return None if age is None else time.time() - age
+
+
+_NEWEST = _Read("newest", STATE_TTL, 10, _unix_time_of_newest)
 
 
 def _nobody(seconds: float) -> None:
@@ -115,14 +110,20 @@ class CachedSource:
         """The same source, not asked again."""
         return CachedSource(self.spec, error)
 
-    def _kept(self, key: tuple[Hashable, ...], read: Callable[..., _T], *arguments: Hashable) -> _T:
+    def _asked(self, read: _Read[_T], *arguments: Hashable) -> _T:
+        known = read.known(self.spec, *arguments)
+        if known is not None:
+            return known[0]
+        return patiently((read.name, self.spec, *arguments), lambda: read(self.spec, *arguments), self._waiting)
+
+    def _kept(self, key: tuple[Hashable, ...], read: _Read[_T], *arguments: Hashable) -> _T:
         """What `read` gives for the spec and `arguments`, kept under `key`; without asking, what was kept."""
         kept, key = _last_reads(), (self.spec, *key)
         if self._offline is not None:
             if key not in kept:
                 raise self._offline
             return _apart(cast(_T, kept[key]))
-        value = patiently((read.__name__, self.spec, *arguments), lambda: read(self.spec, *arguments), self._waiting)
+        value = self._asked(read, *arguments)
         kept[key] = value
         while len(kept) > MAX_KEPT:
             kept.pop(next(iter(kept)), None)
@@ -132,34 +133,34 @@ class CachedSource:
         labels = tuple(sorted(where.items()))
         ago = round((time.time() - end) / 3600.0)  # hours: yesterday is kept beside today
         key = ("range", signal, end - start, step, ago, labels)
-        read = _long_range if step >= LONG_STEP else _range
+        read = _LONG_RANGE if step >= LONG_STEP else _RANGE
         return self._kept(key, read, signal, start, end, step, labels)
 
     def latest(self, signal: str, where: Mapping[str, str] = ANY) -> pd.DataFrame:
         labels = tuple(sorted(where.items()))
-        return self._kept(("latest", signal, labels), _latest, signal, labels)
+        return self._kept(("latest", signal, labels), _LATEST, signal, labels)
 
     def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
         labels = tuple(sorted(where.items()))
-        return self._kept(("forecasts", signal, labels, model), _forecasts, signal, labels, model, since)
+        return self._kept(("forecasts", signal, labels, model), _FORECASTS, signal, labels, model, since)
 
     def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
-        return self._kept(("simulated", end - start), _simulated, start, end)
+        return self._kept(("simulated", end - start), _SIMULATED, start, end)
 
     def alerts(self, start: float, end: float, model: str) -> list[Fired] | None:
-        return self._kept(("alerts", end - start, model), _alerts, start, end, model)
+        return self._kept(("alerts", end - start, model), _ALERTS, start, end, model)
 
     def engines(self, model: str) -> list[str]:
-        return self._kept(("engines", model), _engines, model)
+        return self._kept(("engines", model), _ENGINES, model)
 
     def exemplars(self, family: str, start: float, end: float, model: str) -> list[SlowRequest] | None:
-        return self._kept(("exemplars", family, end - start, model), _exemplars, family, start, end, model)
+        return self._kept(("exemplars", family, end - start, model), _EXEMPLARS, family, start, end, model)
 
     def models(self) -> list[str]:
-        return self._kept(("models",), _models)
+        return self._kept(("models",), _MODELS)
 
     def freshness(self) -> float | None:
-        newest = patiently(("newest", self.spec), lambda: _newest(self.spec), self._waiting)
+        newest = self._asked(_NEWEST)
         return None if newest is None else max(0.0, time.time() - newest)
 
     def describe(self) -> str:

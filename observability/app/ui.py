@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
@@ -60,6 +60,8 @@ class Context:
     simulated: Sequence[tuple[float, float]] = ()
     marks: Sequence[Mark] = ()
     versus: str = ""
+    #: What the engine cannot feed, by view: read once for all cards.
+    told: dict[View, queries.Told] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def earlier(self) -> View | None:
@@ -286,10 +288,12 @@ def why_absent(context: Context, signals: Sequence[Signal]) -> str:
 
 
 def _told(context: Context, names: Sequence[str]) -> dict[str, Capability]:
-    try:
-        return queries.capabilities(context.source, context.view, names)
-    except KvscopeError:  # the card tells its own failure
-        return {}
+    if context.view not in context.told:
+        try:
+            context.told[context.view] = queries.told(context.source, context.view)
+        except KvscopeError:  # the card tells its own failure
+            return {}
+    return queries.capabilities(context.told[context.view], names)
 
 
 def _in_part(context: Context, signals: Sequence[Signal]) -> str:

@@ -214,7 +214,7 @@ def test_what_another_engine_cannot_feed_is_said_with_its_reason(view: View) -> 
             return ["llamacpp"]
 
     names = [queries.QUANT_ERROR.name, queries.RUNNING.name]
-    told = queries.capabilities(Served(), view, names)  # type: ignore[arg-type]
+    told = queries.capabilities(queries.told(Served(), view), names)  # type: ignore[arg-type]
     assert told[names[0]].status == "no"
     assert names[1] not in told, "what is fed in full needs no reason"
     assert (
