@@ -7,6 +7,8 @@
 A store gets --days of points, one each --interval seconds, of every series that one engine and its host have (a recorder keeps older points at
 one a minute; here all stay, which is the harder case), and a forecast of each model each ten minutes. Then `kvscope app` runs on it and a headless Chromium measures:
 
+- floor: the same for a Streamlit script of one chart with three points. What Streamlit, Plotly and the browser take on this machine
+  whatever an app does; views are told as ratios to it, too.
 - first view: a new session opens a page with the whole range on a warm server (its process has shown that page before), until the charts are
   drawn and nothing is being read any more. Target: under 2 s.
 - change of a filter: from a click on another range until the charts show it. Target: under 0.7 s.
@@ -104,13 +106,14 @@ def fill(path: Path, days: float, interval: float) -> None:
 
 
 @contextmanager
-def app(store: Path) -> Iterator[tuple[str, int]]:
-    """`kvscope app` on the store: its address and process."""
+def served(*command: str) -> Iterator[tuple[str, int]]:
+    """A Streamlit server of this Python, `command` with a free port behind it: its address and process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = (sys.executable, "-m", "observability.cli", "app", "--source", str(store), "--port", str(port))
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        (sys.executable, *command, str(port)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
@@ -120,7 +123,7 @@ def app(store: Path) -> Iterator[tuple[str, int]]:
             except OSError:
                 time.sleep(0.1)
         else:
-            raise SystemExit("the app did not start within a minute")
+            raise SystemExit("the server did not start within a minute")
         yield url, process.pid
     finally:
         process.terminate()
@@ -163,6 +166,29 @@ def cpu_seconds(pid: int) -> float:
     """CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+FLOOR = """import streamlit, plotly.graph_objects
+streamlit.plotly_chart(plotly.graph_objects.Figure([{"type": "scatter", "y": [1, 3, 2]}], {"height": 200}), key="chart")
+"""
+
+
+def floor(browser: Browser, folder: Path, rounds: int) -> float:
+    """Median seconds until the chart of FLOOR is drawn in a new session."""
+    script = folder / "floor.py"
+    script.write_text(FLOOR)
+    with served("-m", "streamlit", "run", str(script), "--server.headless", "true", "--browser.gatherUsageStats", "false", "--server.port") as (url, _):  # fmt: skip
+        found = []
+        for _ in range(rounds + 1):
+            browser.driver.get("about:blank")
+            begin = time.monotonic()
+            browser.driver.get(url)
+            while drawn(browser)[0] < 1:
+                if time.monotonic() - begin > 120:
+                    raise SystemExit("a page of one chart was not drawn within two minutes")
+                time.sleep(0.05)
+            found.append(time.monotonic() - begin)
+    return statistics.median(found[1:])
 
 
 Times = dict[str, list[tuple[float, float]]]
@@ -276,18 +302,20 @@ def main() -> None:
         print(
             f"store: {path.stat().st_size / 2**20:.0f} MiB; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
-        with app(path) as (url, pid):
-            browser = Browser(chromium, driver, Path(folder) / "profile")
-            try:
-                browser.look(1280, 800, "light")
-                report(options, browser, url, pid, path)
-            finally:
-                browser.quit()
+        browser = Browser(chromium, driver, Path(folder) / "profile")
+        try:
+            browser.look(1280, 800, "light")
+            least = floor(browser, Path(folder), options.rounds)
+            print(f"floor: {least:.2f} s for a page of one chart with three points")
+            with served("-m", "observability.cli", "app", "--source", str(path), "--port") as (url, pid):
+                report(options, browser, url, pid, path, least)
+        finally:
+            browser.quit()
 
 
-def report(options: Any, browser: Browser, url: str, pid: int, path: Path) -> None:
+def report(options: Any, browser: Browser, url: str, pid: int, path: Path, least: float) -> None:
     """Measures, prints and keeps."""
-    rows: list[Row] = []
+    rows = [Row("a page of one chart with three points", least, "s")]
     detail: dict[str, Any] = {"store_mib": path.stat().st_size / 2**20}
     for what, target, found in (
         ("first view of 7 days", FIRST_VIEW_SECONDS, first_views(browser, url, pid, options.rounds)),
@@ -301,6 +329,8 @@ def report(options: Any, browser: Browser, url: str, pid: int, path: Path) -> No
                 f"  {name:10} median {middle:5.2f} s, fastest {min(seconds):5.2f} s; CPU of the app {statistics.median(cpu):5.2f} s"
             )
             rows.append(Row(f"{what}, {name}, median", middle, "s"))
+            if what.startswith("first view"):
+                rows.append(Row(f"{what}, {name} / a page of one chart", middle / least, "ratio"))
             rows.append(Row(f"{what}, {name}, CPU of the app", statistics.median(cpu), "s"))
         detail[what] = found
     found_points, width = points(browser, url), browser.driver.execute_script(_WIDEST)

@@ -3,7 +3,7 @@
     python benchmarks/forecast.py --series DIR [--json FILE] [--models auto,last_value] [--every 6] [--jobs 2] [--half even]
 
 DIR holds CSV files `ds,y` on a 10-minute grid (empty y: missing). Forecasts are made hourly from the eighth day on, each from the
-seven days before it, in order, so that calibration knows only outcomes of its past. Prophet is slow and is run every three hours, statsforecast
+seven days before it, in order, so that calibration knows only outcomes of its past. Prophet is slow and is run every --prophet-hours, statsforecast
 (AutoETS, a column where the extra `compare` is installed) every six; their ratios are over the origins both have. Ratios are geometric means over series, against the last value with the
 quantiles of its own past errors. A file whose name starts with kv_ or nab_cpu is a share in [0, 1], others are bounded by 0.
 """
@@ -48,8 +48,10 @@ WEEK = 1008
 THRESHOLDS = (90, 95, 99)
 MIDDLE = LEVELS.index(0.5)
 SHARES = ("kv_", "nab_cpu")
-#: Hours between origins of models that are too slow for every hour.
-SLOW = {"prophet": 3, "prophet_default": 3, "statsforecast": 6}
+#: Models that are too slow for every hour.
+SLOW = ("prophet", "prophet_default")
+#: Hours between origins of statsforecast's.
+STATSFORECAST_HOURS = 6
 REFERENCE = "reference"
 #: Trained before each day on what all series were until then.
 POOLED = "pooled"
@@ -119,12 +121,11 @@ def run(path: Path, model: str, every: int, folder: Path) -> dict[str, Any]:
     first = series.values[:WEEK]
     limits = [Limit(f"q{share:g}", float(np.nanquantile(first, share / 100))) for share in THRESHOLDS]
     base = {limit.name: float(usually(np.append(first, -np.inf), limit)[-1]) for limit in limits}
-    step = max(every, 6 * SLOW.get(model, 0))
     places, tables, seconds = [], [], 0.0
     made: list[Forecast] = []
     chances: dict[str, list[tuple[float, ...]]] = {limit.name: [] for limit in limits}
     came_all = ahead(series.values)
-    for place in range(WEEK - 1, len(series.values) - HORIZON_STEPS, step):
+    for place in range(WEEK - 1, len(series.values) - HORIZON_STEPS, every):
         now = float(series.ends[place])
         seen = window(series, now)
         if seen.refused or seen.origin != now:
@@ -245,6 +246,9 @@ def main() -> None:
     parser.add_argument(
         "--no-prophet", action="store_true", help="leave both Prophets out (they take most of the time)"
     )
+    parser.add_argument(
+        "--prophet-hours", type=int, default=3, help="hours between two origins of the Prophets, which are slow (3)"
+    )
     parser.add_argument("--every", type=int, default=6, help="steps of 10 minutes between origins (6)")
     parser.add_argument(
         "--half",
@@ -276,7 +280,10 @@ def main() -> None:
             longest = max(len(read(file)) for file in files)
             days = range(WEEK, longest, DAY)
             training = float(np.mean(list(pool.map(train_day, [files] * len(days), days, [folder] * len(days)))))
-        tasks = [(file, model, options.every, folder) for model in models for file in files]
+        hours = {**dict.fromkeys(SLOW, options.prophet_hours), "statsforecast": STATSFORECAST_HOURS}
+        tasks = [
+            (file, model, max(options.every, 6 * hours.get(model, 0)), folder) for model in models for file in files
+        ]
         for done, ((file, model, *_), found) in enumerate(
             zip(tasks, pool.map(run, *zip(*tasks, strict=True)), strict=True), start=1
         ):
@@ -286,7 +293,7 @@ def main() -> None:
     base, plain = results[REFERENCE], results.get("prophet_default")
     table = {model: summary(runs, base, plain) for model, runs in results.items()}
     report = {
-        "settings": {"series": len(files), "every_steps": options.every, "slow_hours": SLOW, "levels": LEVELS, "training_seconds": training},
+        "settings": {"series": len(files), "every_steps": options.every, "slow_hours": hours, "levels": LEVELS, "training_seconds": training},
         "models": table,
         "series": {model: {name: measures(one, base[name]) for name, one in runs.items()} for model, runs in results.items()},
         "decisions": {model: decisions(results[model]) for model in wanted},
@@ -308,7 +315,7 @@ def main() -> None:
 def print_tables(report: dict[str, Any]) -> None:
     settings = report["settings"]
     print(
-        f"{settings['series']} series, origins every {settings['every_steps']} steps (Prophet: every 3 hours); ratios to the reference\n"
+        f"{settings['series']} series, origins every {settings['every_steps']} steps (Prophet: every {settings['slow_hours']['prophet']} hours); ratios to the reference\n"
     )
     print(
         f"{'model':24}{'MAE':>7}{'CRPS':>7}{'better':>8}{'cover':>8}{'worst':>8}{'dist':>7}{'width':>7}{'/Prophet':>9}{'CPU ms':>8}{'origins':>9}"
