@@ -242,7 +242,7 @@ def points(browser: Browser, url: str) -> dict[str, int]:
     for name, path in PAGES.items():
         browser.open(f"{url}/{path}?range=7d", 1, 300)
         time.sleep(1)
-        script = "return Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].flatMap(gd => gd.data.filter(t => (t.type || '').startsWith('scatter') && t.mode !== 'markers').map(t => (t.y || []).length)))"  # fmt: skip
+        script = "return Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].flatMap(gd => gd._fullData.filter(t => (t.type || '').startsWith('scatter') && t.mode !== 'markers').map(t => t._length || 0)))"  # fmt: skip
         out[name] = int(browser.driver.execute_script(script))
     return out
 

@@ -91,13 +91,18 @@ class Scraper(threading.Thread):
     def __init__(self, metrics: str) -> None:
         super().__init__(daemon=True)
         self.metrics, self.done, self.seconds = metrics, threading.Event(), list[float]()
+        self.failed = 0
 
     def run(self) -> None:
         with httpx.Client(timeout=30) as client:
             while not self.done.wait(1 / SCRAPES_A_SECOND):
                 began = time.perf_counter()
-                client.get(self.metrics).raise_for_status()
-                self.seconds.append(time.perf_counter() - began)
+                try:
+                    client.get(self.metrics).raise_for_status()
+                except httpx.HTTPError:
+                    self.failed += 1
+                else:
+                    self.seconds.append(time.perf_counter() - began)
 
 
 def measure(apart: bool, factor: float, seconds: float) -> dict[str, Any]:
@@ -132,6 +137,7 @@ def measure(apart: bool, factor: float, seconds: float) -> dict[str, Any]:
         "at_capacity": at_capacity.latency["end_to_end_seconds"],
         "over": over.latency["end_to_end_seconds"],
         "scrapes": len(scrapes),
+        "scrapes_failed": scraper.failed,
         "scrape_median_seconds": statistics.median(scrapes),
         "scrape_p95_seconds": scrapes[math.ceil(0.95 * len(scrapes)) - 1],
         "scrape_longest_seconds": scrapes[-1],
@@ -157,6 +163,8 @@ def main() -> None:
                 for q in ("p50", "p99")
             ),
             Row(f"{where}: requests that the server has not in its books", figures["not_received"], "requests"),
+            Row(f"{where}: requests whose end the two books tell differently", abs(figures["served_differ"]) + abs(figures["refused_differ"]), "requests"),
+            Row(f"{where}: scrapes that failed", figures["scrapes_failed"], "scrapes"),
             Row(f"{where}: a scrape, median", figures["scrape_median_seconds"] * 1e3, "ms"),
             Row(f"{where}: a scrape, P95", figures["scrape_p95_seconds"] * 1e3, "ms"),
             Row(f"{where}: the longest scrape", figures["scrape_longest_seconds"] * 1e3, "ms"),

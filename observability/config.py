@@ -70,5 +70,8 @@ def toml(text: str, source: str, page: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises ConfigError, which names `source` and the page with an example."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:  # recursion: a thousand brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: not TOML, or a number of thousands of digits; recursion: a thousand brackets
         raise ConfigError(f"{source} is not TOML: {error}.", next_step=f"See {page} for an example.") from error

@@ -19,6 +19,8 @@ STEP = 300.0
 BUDGET_SECONDS = 30 * 86400.0
 #: Burn rate over an hour above which an incident is under way (alerts/burn.py pages there).
 FAST_BURN = 14.4
+#: Burn rates that page when both windows (seconds) have them: the critical ones of alerts/burn.py.
+PAGING = ((FAST_BURN, 3600.0, 300.0), (6.0, 6 * 3600.0, 1800.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], 
     suffix = {"seconds": f" {name}", "ratio": "%", "bytes": f" {name}"}.get(unit, "")
     sheet.y |= {"range": [0, ceiling * factor], "ticksuffix": suffix, "automargin": False}
     # Room for the longest label, so that Plotly need not draw twice to find it.
-    longest = max(len(f"{part:.3g}") for part in ceiling * factor * np.linspace(0, 1, 5)) + len(suffix)
+    longest = max(min(len(f"{part:.3g}"), 5) for part in ceiling * factor * np.linspace(0, 1, 5)) + len(suffix)
     sheet.margin["l"] = 10 + round(6.3 * max(longest, 4))
     for line in lines:
         if line in far:  # drawn to scale it would flatten the data, so it is told in words

@@ -10,17 +10,16 @@ import numpy as np
 import pandas as pd
 
 from observability import catalog
-from observability.app.budget import FAST_BURN, STEP, rates
+from observability.app.budget import PAGING, STEP, rates
 from observability.app.marks import Mark
-from observability.app.queries import HOUR
 from observability.app.view import View, unix_seconds
 from observability.errors import StoreError
-from observability.objectives import OBJECTIVES
+from observability.objectives import OBJECTIVES, excluded
 from observability.signals import BY_NAME
 from observability.store.source import Fired, SeriesSource
 
 ENGINES = BY_NAME["_".join(catalog.ENGINE.labels) + ":kvscope_engine:sum"]
-#: Most marks of one chart: more would hide the data.
+#: Most marks of one chart, the newest: more would hide the data.
 MAX_MARKS = 40
 
 
@@ -31,7 +30,7 @@ def happened(source: SeriesSource, view: View) -> tuple[Mark, ...]:
         marks += deploys(source, view)
         fired = source.alerts(view.start, view.end, view.model)
         marks += burns(source, view) if fired is None else incidents(fired)
-    return tuple(sorted(marks, key=lambda mark: mark.start)[:MAX_MARKS])
+    return tuple(sorted(marks, key=lambda mark: mark.start)[-MAX_MARKS:])
 
 
 def incidents(fired: Sequence[Fired]) -> list[Mark]:
@@ -48,21 +47,33 @@ def incidents(fired: Sequence[Fired]) -> list[Mark]:
 
 
 def burns(source: SeriesSource, view: View) -> list[Mark]:
-    """Spans in which an objective burnt its budget at FAST_BURN or more over an hour and over five minutes: when the alert would have paged
-    (alerts/burn.py), of a source that evaluates none."""
+    """Spans in which a general objective burnt its budget as fast as alerts/burn.py pages for, over both windows of a pair and with enough
+    events; of a source that evaluates no alerts. About when it would have paged: the sums are of whole five minutes, and the alert waits
+    some minutes more. A model with an objective of its own has none of the general one."""
     marks = []
     start, end = (at // STEP * STEP for at in (view.start, view.end))
     for objective in OBJECTIVES:
-        if objective.applies_to:
+        if objective.applies_to or view.model in excluded(objective).get("model", ()):
             continue
-        every = rates(source, objective, start - HOUR, end, view.where)
-        times, allowed = unix_seconds(every.index), FAST_BURN * (1 - objective.target)
-        before = np.searchsorted(times, times - HOUR, side="right")
+        longest = max(long for _, long, _ in PAGING)
+        every = rates(source, objective, start - longest, end, view.where)
+        times = unix_seconds(every.index)
         sums = {name: np.append(0.0, every[name].cumsum()) for name in ("events", "bad")}
-        hour = {name: sums[name][1:] - sums[name][before] for name in sums}
-        burning = (every["bad"] >= allowed * every["events"]) & (hour["bad"] >= allowed * hour["events"])
-        times = times[(burning & (every["events"] > 0)).to_numpy()]
-        spans = joined([(at - STEP, at) for at in times[times > start]])
+
+        def window(
+            seconds: float, times: np.ndarray = times, sums: dict[str, np.ndarray] = sums
+        ) -> tuple[np.ndarray, np.ndarray]:
+            """Rates of events and bad ones, summed over so many seconds before each time."""
+            before = np.searchsorted(times, times - seconds, side="right")
+            return sums["events"][1:] - sums["events"][before], sums["bad"][1:] - sums["bad"][before]
+
+        burning = np.zeros(len(times), dtype=bool)
+        for burn, long, short in PAGING:
+            (events, bad), (late, late_bad) = window(long), window(short)
+            allowed = burn * (1 - objective.target)
+            enough = events * STEP >= objective.min_events
+            burning |= enough & (bad > allowed * events) & (late_bad > allowed * late)
+        spans = joined([(at - STEP, at) for at in times[burning & (times > start)]])
         marks += [Mark("incident", low, high, f"{objective.title} burns its budget") for low, high in spans]
     return marks
 

@@ -64,7 +64,7 @@ def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> Non
     try:
         if stopped is not None:
             raise stopped
-        fresh = queries.freshness(source, now)
+        fresh = queries.freshness(source)
         if tuple(source.models()) != models:
             st.rerun()  # a source or a model appeared: the filters change with it
         simulated = source.simulated(view.start, view.end)

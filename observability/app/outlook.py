@@ -167,7 +167,7 @@ def _outlook(
     return Outlook(
         signal, model, newest[newest["step"] > 0], past, first["origin"].timestamp(), tuple(str(first["flags"]).split()),
         str(first["note"]), str(first["refused"]), _accuracy(compared), _lately(_shared(known, shared, view), base),
-        tuple(first["breaches"]), chances(stored, known, actual),
+        tuple(first["breaches"]), chances(stored, known[unix_seconds(known["origin"]) > view.end - SCORED_SECONDS], actual),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ have is a missing row, never 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -116,13 +117,13 @@ class Freshness:
     newest: float | None = None
 
 
-def freshness(source: SeriesSource, now: float) -> Freshness:
+def freshness(source: SeriesSource) -> Freshness:
     """How old the newest data of the source is."""
     age = source.freshness()
     if age is None:
         return Freshness("empty")
-    # to the second: what is said is cut there, and the age was taken a moment after `now`
-    return Freshness("stale" if age > STALE_AFTER_SECONDS else "live", age, float(round(now - age)))
+    # to the second, where what is said is cut
+    return Freshness("stale" if age > STALE_AFTER_SECONDS else "live", age, float(round(time.time() - age)))
 
 
 # -- Now --------------------------------------------------------------------------------------------------------------
@@ -425,17 +426,17 @@ ABSENT_WHEN_LIVE = {
         if s.by[0] == "gpu"
     },
     **{
-        s.name: "The load controller is off: `kvscope serve --engine controller=on` switches it on."
+        s.name: "The load controller is off (`kvscope serve --engine controller=on` switches it on), or nothing was recorded in this range."
         for s in SIGNALS
         if "kvscope_limit_" in s.name or "kvscope_controller_" in s.name or "kvscope_requests_degraded" in s.name
     },
     **{
-        s.name: "Prefetch is off: `kvscope serve --engine num_host_blocks=4096 --engine prefetch_lookahead=3` switches it on."
+        s.name: "Prefetch is off (`kvscope serve --engine num_host_blocks=4096 --engine prefetch_lookahead=3` switches it on), or nothing was recorded in this range."
         for s in SIGNALS
         if "kvscope_kv_prefetch" in s.name
     },
     **{
-        s.name: "No blocks can be moved: compaction, compression and the host tier are off, or the engine has none."
+        s.name: "Compaction, compression and the host tier are off, or nothing was recorded in this range."
         for s in SIGNALS
         if "kvscope_kv_moved_blocks" in s.name
     },

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar, cast
 
 import pandas as pd
 import streamlit as st
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from observability.app.reads import patiently
 from observability.app.settings import SOURCE_VARIABLE
@@ -25,7 +25,7 @@ TTL = float(FASTEST_REFRESH)
 STATE_TTL = 2.0
 #: Reads of days change little: seconds that one with a step of at least LONG_STEP is shared.
 LONG_TTL, LONG_STEP = 300.0, 300.0
-#: Forecasts are made every ten minutes, and all stored ones are read.
+#: Forecasts are made every ten minutes, and those of days are read.
 FORECAST_TTL = 60.0
 #: Reads kept for the time in which the source cannot be asked.
 MAX_KEPT = 1000
@@ -50,7 +50,10 @@ class _Read(Generic[_T]):
     def known(self, *arguments: Hashable) -> tuple[_T] | None:
         """What was read of `arguments`, the source's text first; None: nothing, or too long ago."""
         with self._lock:
-            return (self._kept[arguments],) if arguments in self._kept else None
+            try:
+                return (self._kept[arguments],)
+            except KeyError:  # asked for once: between two looks it could expire
+                return None
 
     def __call__(self, spec: str, *arguments: Hashable) -> _T:
         value = self._read(_opened(spec), *arguments)
@@ -118,15 +121,16 @@ class CachedSource:
 
     def _kept(self, key: tuple[Hashable, ...], read: _Read[_T], *arguments: Hashable) -> _T:
         """What `read` gives for the spec and `arguments`, kept under `key`; without asking, what was kept."""
-        kept, key = _last_reads(), (self.spec, *key)
+        lock, kept = _last_reads()
+        key = (self.spec, *key)
         if self._offline is not None:
-            if key not in kept:
-                raise self._offline
-            return _apart(cast(_T, kept[key]))
+            with lock:
+                if key not in kept:
+                    raise self._offline
+                return _apart(cast(_T, kept[key]))
         value = self._asked(read, *arguments)
-        kept[key] = value
-        while len(kept) > MAX_KEPT:
-            kept.pop(next(iter(kept)), None)
+        with lock:
+            kept[key] = value
         return _apart(value)
 
     def range(self, signal: str, start: float, end: float, step: float, where: Mapping[str, str] = ANY) -> pd.DataFrame:
@@ -142,7 +146,8 @@ class CachedSource:
 
     def forecasts(self, signal: str, where: Mapping[str, str], model: str, since: float = 0.0) -> pd.DataFrame:
         labels = tuple(sorted(where.items()))
-        return self._kept(("forecasts", signal, labels, model), _FORECASTS, signal, labels, model, since)
+        ago = (time.time() // 3600.0 * 3600.0 - since) // 3600.0  # a reader of days does not get another's three
+        return self._kept(("forecasts", signal, labels, model, ago), _FORECASTS, signal, labels, model, since)
 
     def simulated(self, start: float, end: float) -> list[tuple[float, float]]:
         return self._kept(("simulated", end - start), _SIMULATED, start, end)
@@ -173,8 +178,8 @@ def _apart(value: _T) -> _T:
 
 
 @st.cache_resource(show_spinner=False)
-def _last_reads() -> dict[tuple[Hashable, ...], object]:
-    return {}
+def _last_reads() -> tuple[threading.Lock, LRUCache[tuple[Hashable, ...], object]]:
+    return threading.Lock(), LRUCache(MAX_KEPT)
 
 
 def current_source(waiting: Callable[[float], None] = _nobody) -> CachedSource:

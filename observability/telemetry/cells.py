@@ -167,7 +167,7 @@ class Cells(StepClock):
         return self._layout.values(self._published)
 
     def columns(self, pause_seconds: float = 0.0) -> tuple[Layout, np.ndarray]:
-        """`values`, and the layout that has exactly these columns. With `pause_seconds` the reading is spread over some milliseconds,
+        """`values`, and the layout that has exactly these columns. With `pause_seconds` the reading is spread over some tens of milliseconds,
         in which other threads of the interpreter go on; the gauges are still those of one instant, as is each histogram."""
         layout = self._layout
         return layout, layout.values(self._published, pause_seconds)

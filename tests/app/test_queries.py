@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
@@ -11,8 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from observability import catalog
+from alerts import burn
+from observability import catalog, objectives
 from observability.app import budget, queries
+from observability.app import happened as happening
 from observability.app.happened import happened, incidents
 from observability.app.page_now import in_words
 from observability.app.view import RANGES, View, make_view, refresh_seconds
@@ -249,7 +252,7 @@ def test_a_new_version_is_a_deploy_at_its_first_moment(source: SeriesSource, vie
 
 
 def test_where_nothing_evaluates_alerts_an_objective_that_burns_is_an_incident_from_its_own_numbers(
-    tmp_path: Path, end: float
+    tmp_path: Path, end: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, end = create(tmp_path / "store.db"), end // 300 * 300
     minutes = np.arange(end - 6 * 3600, end + 1, 60.0)
@@ -261,17 +264,25 @@ def test_where_nothing_evaluates_alerts_an_objective_that_burns_is_an_incident_f
         store.append(signal.name, frame)
 
     def burning(t: float) -> bool:
-        def share(seconds: float) -> float:
+        def share(window: str) -> float:
+            seconds = pd.Timedelta(window).total_seconds()
             kept = [i for i, at in enumerate(minutes) if at % 300 == 0 and t - seconds < at <= t]
             return sum(load[i] * bad[i] for i in kept) / sum(load[i] for i in kept)
 
-        return min(share(300), share(3600)) >= 14.4 * (1 - E2E.target)
+        pages = [pair for pair in burn.PAIRS if pair.severity == "critical"]
+        return any(min(share(p.long), share(p.short)) > p.burn * (1 - E2E.target) for p in pages)
 
     truth = [t for t in np.arange(end - 5 * 3600, end + 1, 300.0) if burning(t)]
-    assert 3 <= len(truth) <= 10
+    assert 3 <= len(truth) <= 20
     found = happened(store, View("m", end - 5 * 3600, end, 60.0))
     assert {each.text for each in found} == {"Request duration burns its budget"}
     assert [(each.kind, each.start, each.end) for each in found] == [("incident", truth[0] - 300, truth[-1])]
+    # a model with an objective of its own has none of the general one; a few slow requests of a night are none
+    monkeypatch.setattr(objectives, "OBJECTIVES", (*objectives.OBJECTIVES, dataclasses.replace(E2E, model="m")))
+    assert happened(store, View("m", end - 5 * 3600, end, 60.0)) == ()
+    monkeypatch.undo()
+    monkeypatch.setattr(happening, "OBJECTIVES", (dataclasses.replace(E2E, min_events=100_000),))
+    assert happened(store, View("m", end - 5 * 3600, end, 60.0)) == ()
 
 
 def test_alerts_that_overlap_are_one_incident_and_infos_are_none() -> None:
