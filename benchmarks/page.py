@@ -47,8 +47,8 @@ def write(file: Path, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """Three digits that count; four near 1, where ratios differ late."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if 0.9 < value < 1.1 else f"{value:.3g}"
 
 
 def title(name: str) -> str:
