@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # one core a process, or the times mean nothing
 
 import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
 
 from figures import Parser, Row, keep  # noqa: E402
 from observability.cli._terminal import progress_bar  # noqa: E402
@@ -102,6 +104,24 @@ def statsforecast(seen: Window) -> np.ndarray:
     return np.stack((*low, np.asarray(said["mean"]), *reversed(high)), axis=1)
 
 
+def documented_prophet(series: GridSeries, place: int) -> np.ndarray:
+    """Quantiles [HORIZON_STEPS, levels] of Prophet as its documentation runs it: on the recorded values of the week up to `place` as they
+    are, with its own defaults, nothing cleaned before and nothing put within bounds after."""
+    for name in ("cmdstanpy", "prophet", "prophet.plot"):
+        logging.getLogger(name).disabled = True
+    from prophet import Prophet
+
+    week = slice(max(0, place + 1 - WEEK), place + 1)
+    ahead_of = series.ends[place] + STEP_SECONDS * np.arange(1, HORIZON_STEPS + 1)
+    recorded, wanted = (pd.to_datetime(times.astype(np.int64), unit="s") for times in (series.ends[week], ahead_of))
+    model = Prophet()
+    np.random.seed(0)
+    model.fit(pd.DataFrame({"ds": recorded, "y": series.values[week]}), seed=0)
+    samples = model.predictive_samples(pd.DataFrame({"ds": wanted}))["yhat"]
+    model.stan_backend.cleanup()
+    return np.quantile(samples, LEVELS, axis=1).T
+
+
 def train_day(files: list[Path], until: int, folder: Path) -> float:
     """Trains on the first `until` steps of all files; returns its seconds."""
     start = cpu_seconds()
@@ -134,9 +154,7 @@ def run(path: Path, model: str, every: int, folder: Path) -> dict[str, Any]:
         if model == REFERENCE:
             table = reference(series.values[max(0, place + 1 - WEEK) : place + 1], series)
         elif model == "prophet_default":
-            from observability.forecast.prophet_model import fit_prophet
-
-            table = presentable(np.quantile(fit_prophet(seen).samples, LEVELS, axis=1).T, series.signal)
+            table = documented_prophet(series, place)
         elif model == "statsforecast":
             table = presentable(statsforecast(seen), series.signal)
         else:

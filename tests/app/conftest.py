@@ -100,5 +100,18 @@ def app_url(start_app: Start, store_path: Path) -> str:
 def browser(program: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One headless Chromium for all tests."""
     opened = Browser(program("chromium"), program("chromedriver"), tmp_path_factory.mktemp("chromium"))
+    _opened.append(opened)
     yield opened
+    _opened.remove(opened)
     opened.quit()
+
+
+_opened: list[Browser] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_page() -> Iterator[None]:
+    """After each file: a page that stays open refreshes itself for as long as other tests run."""
+    yield
+    for opened in _opened:
+        opened.driver.get("about:blank")
