@@ -22,9 +22,8 @@ from observability.telemetry.snapshot import Block, Exemplar, Row
 from observability.tls import Tls
 
 _log = logging.getLogger(__name__)
-_PAUSE_SECONDS = (
-    0.008  # after each fifth of a millisecond of reading: each costs a step some tenths by the change of threads, too
-)
+#: Between two parts of a reading, each a fifth of a millisecond: a part costs a step some tenths, by the change of threads too.
+_PAUSE_SECONDS = 0.008
 _AGAIN_SECONDS = 1.0  # after which an endpoint that ended is started again
 _STOP_SECONDS = 5.0
 

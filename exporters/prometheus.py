@@ -38,9 +38,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 #: Connections of an exporter, idle ones included; more are answered 503.
 _MOST_CONNECTIONS = 1000
-_PAUSE_SECONDS = (
-    0.006  # after each fifth of a millisecond of rendering: a short step of the engine meets one of them at most
-)
+#: Between two parts of a rendering, each a fifth of a millisecond: a short step of the engine meets one of them at most.
+_PAUSE_SECONDS = 0.006
 
 
 class TelemetryCollector(Collector):

@@ -233,12 +233,14 @@ def _forecast(context: Context, signal: Signal, model: str, seen: Seen) -> Conte
     view, prospect = context.view, seen(signal)
     models, chosen = prospect.models, _of(prospect, model)
     if chosen is None:
-        return Content(absent=f"No forecast of this series by {MODEL_TITLES[model]} was stored in the last three days.")
+        return Content(
+            absent=f"No forecast of this series by {MODEL_TITLES[model]} was stored in this range or the three days before its end."
+        )
     if all(each.origin is None for each in models):
         if prospect.came.empty:
             return Content(absent=ui.why_absent(context, [signal]))
         return Content(
-            absent="No forecast of this series was stored in the last three days. Start `kvscope forecast` beside the recorder."
+            absent="No forecast of this series was stored in this range or the three days before its end. Start `kvscope forecast` beside the recorder."
         )
     threshold = queries.threshold_of(signal)
     lines = () if threshold is None else (charts.Line(threshold, setting(threshold, signal.unit)),)
