@@ -170,7 +170,8 @@ def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
 
 
 def _marks(sheet: Sheet, frame: Frame) -> None:
-    """Deploys as a dotted line under a triangle, incidents as a shade under a warning sign; what they were, on hover."""
+    """Deploys as a dotted line under a triangle, incidents as a shade (a strip where it would cover most) under a warning sign; what they
+    were, on hover."""
     view = frame.view
     for mark in frame.marks:
         low, high = max(mark.start, view.start), min(mark.start if mark.end is None else mark.end, view.end)
@@ -178,8 +179,12 @@ def _marks(sheet: Sheet, frame: Frame) -> None:
             continue
         colour, sign = MARKS[mark.kind]
         if high > low:
-            ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "y0": 0, "y1": 1, "yref": "paper"}
-            look = {"fillcolor": faded(colour, 0.1), "line": {"width": 0}, "layer": "below"}
+            whole = (
+                high - low <= 0.5 * view.seconds
+            )  # a longer one would only tint the chart: a strip at its foot says it
+            top, opacity = (1, 0.1) if whole else (0.03, 0.6)
+            ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "y0": 0, "y1": top, "yref": "paper"}
+            look = {"fillcolor": faded(colour, opacity), "line": {"width": 0}, "layer": "below"}
             sheet.shapes.append({"type": "rect", "name": mark.kind, **ends, **look})
         else:
             sheet.rule(colour, "dot", x=moment(low, view.zone))

@@ -250,3 +250,13 @@ def test_deploys_are_lines_and_incidents_are_shades_with_their_text_on_hover() -
     assert (pd.Timestamp(incident.x0), pd.Timestamp(incident.x1)) == (moment(start, "UTC"), moment(start + 60, "UTC"))
     assert ["version 1.3" in note.hovertext for note in layout.annotations] == [True, False]
     assert layout.annotations[0].text != layout.annotations[1].text, "told apart without colour"
+
+
+def test_an_incident_shades_its_span_and_one_that_lasts_most_of_the_view_is_a_strip() -> None:
+    data = frame_of({"P99": [0.1, 0.2, 0.3]})
+    for share, top in ((0.3, 1), (0.9, 0.03)):
+        mark = Mark("incident", VIEW.start, VIEW.start + share * VIEW.seconds, "burns")
+        figure = charts.lines(data, "seconds", charts.Frame(VIEW, marks=(mark,)))
+        (shade,) = [shape for shape in figure.layout.shapes if shape.name == "incident"]
+        assert shade.y1 == top
+        assert (pd.Timestamp(shade.x1) - pd.Timestamp(shade.x0)).total_seconds() == pytest.approx(share * VIEW.seconds)
