@@ -17,6 +17,10 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 #: No configuration file of whoever runs the tests; processes that tests start inherit it.
 os.environ["KVSCOPE_CONFIG"] = os.devnull
+#: torch's threads, here and in processes that tests start: twice as many as cores would wait for each other.
+os.environ.setdefault(
+    "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+)
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
 

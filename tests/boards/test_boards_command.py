@@ -107,7 +107,7 @@ def test_a_server_that_never_ends_its_answer_does_not_hold_the_command(drip: boo
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            for _ in range(60):
+            for _ in range(200):
                 time.sleep(0.05)
                 if drip:
                     try:
@@ -125,7 +125,7 @@ def test_a_server_that_never_ends_its_answer_does_not_hold_the_command(drip: boo
         _, error = run("import", "--url", f"http://127.0.0.1:{server.server_address[1]}", "--timeout", "0.4")
         assert isinstance(error, ServiceError)
         assert "within 0.4 s" in error.reason
-        assert time.monotonic() - began < 2.5  # the server would go on for 3 s
+        assert time.monotonic() - began < 6  # the server would go on for 10 s
     finally:
         server.shutdown()
         server.server_close()

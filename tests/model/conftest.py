@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +13,6 @@ from observability.engine.model.loading import LoadedModel, load_model
 from observability.errors import ModelError
 from tests.conftest import require
 from tests.model.prompts import PROMPTS, new_tokens, prompt_ids
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from observability.engine.model.loading import LoadedModel
@@ -81,3 +82,23 @@ def test_again_from_cache(smollm2: LoadedModel, reference: list[Greedy]) -> None
     second = serve(runner, wanted)
     assert all(r.num_cached < r.prompt_len for r in first)
     assert [r.num_cached for r in second] == [(r.prompt_len - 1) // 16 * 16 for r in second]
+
+
+def test_int8_greedy_agrees_with_float32_mostly(
+    smollm2: LoadedModel, reference: list[Greedy], record_property: pytest.FixtureRequest
+) -> None:
+    """The share of prompts whose whole generation is equal, and of tokens before the first difference."""
+    wanted = [g for g in reference if len(g.prompt) <= 511]
+    config = EngineConfig(num_blocks=600, kv_dtype="int8", quant_sample_rate=0.05)
+    runner = Runner(smollm2, config)
+    requests = runner.run([g.prompt for g in wanted], [SamplingParams(max_tokens=g.max_tokens) for g in wanted])
+    same = sum(r.output == g.tokens for r, g in zip(requests, wanted, strict=True))
+    agreed = sum(
+        int(np.cumprod([a == b for a, b in zip(r.output, g.tokens, strict=False)]).sum())
+        for r, g in zip(requests, wanted, strict=True)
+    )
+    tokens = sum(len(g.tokens) for g in wanted)
+    record_property("int8_equal_generations", f"{same}/{len(wanted)}")  # type: ignore[operator]
+    record_property("int8_agreeing_tokens", f"{agreed}/{tokens}")  # type: ignore[operator]
+    print(f"int8: {same} of {len(wanted)} generations equal, {agreed} of {tokens} tokens before a first difference")  # noqa: T201
+    assert agreed / tokens > 0.9

@@ -227,8 +227,8 @@ def test_a_real_model_gets_requests_at_their_time() -> None:
     load = [TraceRequest(0.25 * i, span(40, i), 2) for i in range(5)]
     result = replay_in_process(load, InProcess(model="tiny", gpu=None))
     assert result.outcomes["length"] == 5
-    assert result.duration_seconds == pytest.approx(1.0, abs=0.5)
-    assert result.duration_seconds >= 1.0
+    assert 1.0 <= result.duration_seconds <= result.wall_seconds
+    assert result.clock == "real"
 
 
 def test_progress_counts_every_end_once() -> None:
