@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from observability.app import queries
+from observability.app.derived import shared
 from observability.app.view import View
 from observability.objectives import BAD_OUTCOMES, GOOD_OUTCOMES, LatencyObjective, Objective
 from observability.store.source import SeriesSource
@@ -52,8 +53,12 @@ def rates(source: SeriesSource, objective: Objective, start: float, end: float, 
 
 def budget(source: SeriesSource, view: View, objective: Objective) -> Budget | None:
     """The budget of `objective` at the end of the view; None where the source has no events of it."""
-    end = view.end // STEP * STEP
-    frame = rates(source, objective, end - BUDGET_SECONDS, end, view.where)
+    return _budget(source, view.model, view.end // STEP * STEP, objective)
+
+
+@shared
+def _budget(source: SeriesSource, model: str, end: float, objective: Objective) -> Budget | None:
+    frame = rates(source, objective, end - BUDGET_SECONDS, end, {"model": model})
     allowed = 1 - objective.target
 
     def burn(seconds: float) -> float | None:

@@ -6,18 +6,23 @@ against both backgrounds, tests/app/test_charts.py) that stay apart in the commo
 
 from __future__ import annotations
 
+import base64
+import functools
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 import pandas as pd
 import plotly.graph_objects as go
 
 from observability import catalog
 from observability.app.marks import Mark
-from observability.app.units import axis_unit, quantity
-from observability.app.view import View, moment, shown
+from observability.app.units import axis_unit, axis_units, quantity
+from observability.app.view import View, moment, shown, unix_seconds
 
 BLUE, ORANGE, GREEN, PINK, VIOLET = "#2f7fc1", "#d2761b", "#159a80", "#c2609f", "#8269d4"
 RED, OCHRE, STEEL, OLIVE, GREY = "#d1493f", "#a3812a", "#4f95a8", "#6f9340", "#82878f"
@@ -80,8 +85,49 @@ def readable(label: str) -> str:
     return label.replace("_", " ").replace("kv ", "KV ")
 
 
-#: Whether Plotly checks each property of a figure, which takes most of the time of making one: in the tests.
-CHECKED = False
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure as plain dictionaries, for chart.js: to make, fill and copy a figure of Plotly takes longer than all else of a chart."""
+
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+    def json(self, revision: str = "") -> bytes:
+        """As plotly.js takes it. What a reader did to a chart (zoom, hidden lines) stays as long as `revision` does."""
+        named: Counter[str] = Counter()
+        data = []
+        for trace in self.traces:
+            name = re.sub(r"[^A-Za-z0-9]", "_", str(trace.get("name", "")))  # plotly.js makes a class of it
+            named[name] += 1
+            data.append({key: _plain(value) for key, value in trace.items()} | {"uid": f"t{name}_{named[name]}"})
+        return orjson.dumps(
+            {"data": data, "layout": _plain(self.layout) | {"uirevision": revision}}, option=orjson.OPT_SERIALIZE_NUMPY
+        )
+
+    def figure(self) -> go.Figure:
+        """The same as a figure of Plotly, each property checked. Raises ValueError for one that Plotly does not have."""
+        return go.Figure(self.traces, self.layout)
+
+
+def _plain(value: Any) -> Any:
+    """`value` without what JSON does not have: moments are text, arrays of numbers what plotly.js calls typed arrays."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, pd.Timestamp):
+        return value.isoformat()
+    if isinstance(value, pd.Series | pd.Index):
+        value = value.to_numpy()
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.kind == "M":
+        return np.datetime_as_string(value, unit="ms").tolist()
+    if value.dtype.kind != "f":
+        return value.tolist()
+    numbers = np.ascontiguousarray(value, dtype="<f8")
+    packed = {"dtype": "f8", "bdata": base64.b64encode(numbers.tobytes()).decode()}
+    return packed if value.ndim == 1 else packed | {"shape": ", ".join(map(str, value.shape))}
 
 
 class Sheet:
@@ -90,7 +136,7 @@ class Sheet:
     def __init__(self, height: int, **layout: Any) -> None:
         self.traces: list[dict[str, Any]] = []
         self.x: dict[str, Any] = {"automargin": True, "zeroline": False, "showgrid": False}
-        self.y: dict[str, Any] = {"automargin": True, "zeroline": False, "nticks": 5}
+        self.y: dict[str, Any] = {"automargin": True, "zeroline": False, "nticks": 5, "ticklabeloverflow": "allow"}
         self.margin = {"l": 8, "r": 8, "t": 4, "b": 4}
         self.shapes: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
@@ -103,8 +149,7 @@ class Sheet:
 
     def add(self, kind: str, **trace: Any) -> None:
         """Adds a trace."""
-        arrays = {k: v.to_numpy() if isinstance(v, pd.Series | pd.Index) else v for k, v in trace.items()}
-        self.traces.append({"type": kind, **arrays})
+        self.traces.append({"type": kind, **trace})
 
     def note(self, text: str, colour: str, **place: Any) -> None:
         """Adds small text in paper coordinates unless `place` says otherwise."""
@@ -122,7 +167,7 @@ class Sheet:
         ends = {"y0": 0, "y1": 1, "yref": "paper", "x0": x, "x1": x} if y is None else {"x0": 0, "x1": 1, "xref": "paper", "y0": y, "y1": y}  # fmt: skip
         self.shapes.append({"type": "line", **ends, "line": {"color": colour, "width": 1.2, "dash": dash}})
 
-    def figure(self) -> go.Figure:
+    def figure(self) -> Drawing:
         """The finished figure."""
         legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left", "entrywidth": 0,
                   "font": {"size": 11}, "traceorder": "normal"}  # fmt: skip
@@ -133,7 +178,7 @@ class Sheet:
             "shapes": self.shapes,
             "annotations": self.notes,
         }
-        return go.Figure(self.traces, {"legend": legend, **layout, **self.layout}, _validate=CHECKED)
+        return Drawing(self.traces, {"legend": legend, **layout, **self.layout})
 
 
 def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
@@ -234,15 +279,21 @@ def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], 
 
 def on_grid(frame: pd.DataFrame, view: View) -> pd.Series:
     """`value` by time on the grid of the view, NaN where the source has no row, so that lines break at gaps."""
-    return frame.groupby("time")["value"].last().reindex(view.times)
+    times, values = unix_seconds(frame["time"]), frame["value"].to_numpy(dtype=float)
+    place = (times - view.start) / view.step
+    there = (np.abs(place - place.round()) < 1e-3) & (times >= view.start) & (times <= view.end)
+    out = np.full(len(view.times), np.nan)
+    out[place[there].round().astype(int)] = values[there]
+    return pd.Series(out, index=view.times, name="value")
 
 
+@functools.lru_cache(64)
 def _times(view: View) -> dict[str, Any]:
     """The grid of the view as Plotly takes it: a start and a step, which spares a browser a text for each point; where the zone's clock
     changes inside of the view, the moments themselves."""
     times = shown(view.times, view.zone)
     if times[-1] - times[0] != view.times[-1] - view.times[0]:
-        return {"x": times}
+        return {"x": times.to_numpy()}
     return {"x0": times[0].isoformat(), "dx": 1000.0 * view.step}
 
 
@@ -250,13 +301,13 @@ def _times(view: View) -> dict[str, Any]:
 MARKED = 60
 
 
-def _hover(values: pd.Series, unit: str) -> list[str]:
-    return [quantity(v, unit) for v in values]
+def _hover(unit: str, factor: float) -> str:
+    """Hover text of values in `unit` drawn with `factor`, by the browser: a text for each point would be most of what a page sends."""
+    name = {found: name for found, name in axis_units(unit)}[factor]
+    return f"%{{y:,.5~r}} {name}"
 
 
-def lines(
-    data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()
-) -> go.Figure:
+def lines(data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()) -> Drawing:
     """One line a series. `data`: time, value and optionally series. `bounded`: the axis ends at 1 (shares)."""
     sheet = Sheet(frame.height, hovermode="x unified")
     if "series" not in data:
@@ -266,7 +317,8 @@ def lines(
         past = past.assign(series="")
     largest = max(float(rows["value"].max()) for rows in (data, past) if len(rows))
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded)
-    names = [n for n in order if n in set(data["series"])] or sorted(data["series"].unique())
+    present = data["series"].unique()
+    names = [name for name in order if name in present] or sorted(present)
     for i, name in enumerate(names):
         if len(before := past[past["series"] == name]):
             colour = COLOURS.get(name, SERIES[i % len(SERIES)]) if len(names) > 1 else GREY
@@ -276,7 +328,7 @@ def lines(
             "scatter",
             **_times(frame.view), y=values * factor, name=readable(name), mode="lines",
             line={"color": colour, "width": 1.8}, legendgroup=name,
-            customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=len(names) > 1,
+            hovertemplate=_hover(unit, factor), showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
             sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(colour, 0.10)}
@@ -288,7 +340,8 @@ def lines(
 def _lonely(sheet: Sheet, values: pd.Series, frame: Frame, colour: str, group: str) -> None:
     """Dots where a value stands between gaps, which no line would show. A trace of their own: a browser takes a node for each marker of a
     trace, seen or not."""
-    alone = values[values.notna() & values.shift().isna() & values.shift(-1).isna()]
+    gap = np.isnan(np.concatenate(([np.nan], values.to_numpy(), [np.nan])))
+    alone = values[~gap[1:-1] & gap[:-2] & gap[2:]]
     if len(alone):
         sheet.add(
             "scatter", x=shown(pd.DatetimeIndex(alone.index), frame.view.zone), y=alone, mode="markers", marker={"size": 4, "color": colour},
@@ -305,7 +358,7 @@ def _earlier_line(
         "scatter",
         **_times(frame.view), y=values * factor, mode="lines",
         name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
-        customdata=_hover(values, unit), hovertemplate="%{customdata}", showlegend=name == "total",
+        hovertemplate=_hover(unit, factor), showlegend=name == "total",
     )  # fmt: skip
 
 
@@ -315,7 +368,7 @@ def faded(colour: str, opacity: float) -> str:
     return f"rgba({r},{g},{b},{opacity:g})"
 
 
-def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> go.Figure:
+def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> Drawing:
     """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
     sheet = Sheet(frame.height, hovermode="x unified")
     wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
@@ -343,7 +396,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
                 x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
                 stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0 and name in told, mode="lines",
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
-                customdata=_hover(values, unit), hovertemplate="%{customdata}",
+                hovertemplate=_hover(unit, factor),
             )  # fmt: skip
     if total is not None:
         _earlier_line(sheet, frame, total, unit, factor, "total", GREY)
@@ -351,7 +404,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
     return sheet.figure()
 
 
-def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
+def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> Drawing:
     """Address regions (down) by time (across); `data`: time, region, value in 0..1. Unmeasured cells stay empty."""
     sheet = Sheet(frame.height)
     view = frame.view
@@ -369,7 +422,7 @@ def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> go.Figure:
     return sheet.figure()
 
 
-def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
+def hit_bars(data: pd.DataFrame, height: int = 210) -> Drawing:
     """Two bars a prompt-length bucket: hits of queried and of hittable tokens; under each the tokens that were asked."""
     sheet = Sheet(height, barmode="group", bargap=0.3, bargroupgap=0.06)
     ticks = [f"{b}<br>{quantity(q, 'tokens')}" for b, q in zip(data["length_bucket"], data["queried"], strict=True)]
@@ -391,7 +444,7 @@ def hit_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     return sheet.figure()
 
 
-def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
+def run_bars(data: pd.DataFrame, height: int = 210) -> Drawing:
     """Free runs by length in blocks."""
     sheet = Sheet(height, bargap=0.15)
     sheet.add(
@@ -406,7 +459,7 @@ def run_bars(data: pd.DataFrame, height: int = 210) -> go.Figure:
     return sheet.figure()
 
 
-def survival(data: pd.DataFrame, height: int = 210) -> go.Figure:
+def survival(data: pd.DataFrame, height: int = 210) -> Drawing:
     """Share that lives longer than an age, one step line a pool, over ages on a log axis. `data`: pool, age (seconds), value."""
     sheet = Sheet(height, hovermode="x unified")
     for i, (pool, rows) in enumerate(data.groupby("pool")):
@@ -433,7 +486,7 @@ def _fitting(text: str, share_of_width: float) -> str:
     return text if len(text) + 1 <= 80 * share_of_width else ""
 
 
-def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
+def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> Drawing:
     """One horizontal stacked bar a row (for example P99 and the slowest half): seconds by part, in the order given. The
     legend names parts of at least 1 % of a row; the others are drawn and named on hover."""
     sheet = Sheet(height, barmode="stack", bargap=0.35)
@@ -464,7 +517,7 @@ def makeup_bars(rows: Mapping[str, pd.Series], height: int = 210) -> go.Figure:
 def forecast(
     came: pd.DataFrame, past: pd.DataFrame, ahead: pd.DataFrame, unit: str, frame: Frame, *,
     median: str, bands: Mapping[float, tuple[str, str]], bounded: bool = False,
-) -> go.Figure:  # fmt: skip
+) -> Drawing:  # fmt: skip
     """What came, what was forecast an hour before it (widest band faint), and what is forecast now with its bands.
 
     All are means over the ten minutes before their `time`, in the unit of the signal, drawn at the middle of these.
@@ -487,13 +540,11 @@ def forecast(
             )  # fmt: skip
 
     def centre(data: pd.DataFrame, name: str, **look: Any) -> None:
-        texts = [
-            f"{quantity(m, unit)} ({quantity(low, unit)} to {quantity(high, unit)})"
-            for m, low, high in zip(data[median], data[widest[0]], data[widest[1]], strict=True)
-        ]
+        ends = np.column_stack([data[column] * factor for column in widest])
+        said = f"{_hover(unit, factor)} (%{{customdata[0]:,.5~r}} to %{{customdata[1]:,.5~r}})"
         sheet.add(
             "scatter",
-            x=middle(data["time"]), y=data[median] * factor, name=name, customdata=texts, hovertemplate="%{customdata}", **look
+            x=middle(data["time"]), y=data[median] * factor, name=name, customdata=ends, hovertemplate=said, **look
         )  # fmt: skip
 
     if len(past):
@@ -505,7 +556,7 @@ def forecast(
             "scatter",
         x=shown(pd.DatetimeIndex(means.index), view.zone), y=means * factor, name="measured", legendgroup="measured",
         mode="lines+markers" if len(means) <= MARKED else "lines",
-        line={"color": BLUE, "width": 1.8}, marker={"size": 3}, customdata=_hover(means, unit), hovertemplate="%{customdata}",
+        line={"color": BLUE, "width": 1.8}, marker={"size": 3}, hovertemplate=_hover(unit, factor),
     )  # fmt: skip
     if len(means) > MARKED:
         _lonely(sheet, means * factor, frame, BLUE, "measured")
@@ -520,7 +571,7 @@ def forecast(
     return sheet.figure()
 
 
-def reliability(table: pd.DataFrame, height: int) -> go.Figure:
+def reliability(table: pd.DataFrame, height: int) -> Drawing:
     """How often what was said with a chance came true, beside the line on which all chances are right. `table`: said, came, n."""
     sheet = Sheet(height)
     sheet.add(

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import numpy as np
-import plotly.graph_objects as go
+import pandas as pd
 
-from observability.app.charts import BLUE, OBJECTIVE_LINE, ORANGE, STEEL, Line, Sheet, faded
+from observability.app.charts import BLUE, OBJECTIVE_LINE, ORANGE, STEEL, Drawing, Line, Sheet, faded
 from observability.app.trends import Curve
 from observability.app.units import axis_unit, quantity
-from observability.app.view import View, moment
+from observability.app.view import View, shown
+
+#: Points of the cloud that a chart has room for, side by side and one over the other.
+_ACROSS, _UP = 110, 50
 
 
-def latency_against_load(curve: Curve, view: View, line: Line, height: int) -> go.Figure:
+def _apart(points: pd.DataFrame, load: float, latency: float) -> pd.DataFrame:
+    """`points` without those that would be drawn on another: one of each cell of so much load and latency."""
+    cells = pd.DataFrame({"load": points["load"] // (load or 1.0), "latency": points["latency"] // (latency or 1.0)})
+    return points[~cells.duplicated()]
+
+
+def latency_against_load(curve: Curve, view: View, line: Line, height: int) -> Drawing:
     """Moments as points, the curve with its 95 % band, the knee with its interval, the objective as a line."""
     sheet = Sheet(height)
-    points = curve.points
-    top = float(np.percentile(points["latency"], 99)) * 1.05  # a few far points must not flatten the curve
+    top = float(np.percentile(curve.points["latency"], 99)) * 1.05  # a few far points must not flatten the curve
     top = max(top, float(curve.high.max()))
+    points = _apart(curve.points, float(curve.points["load"].max()) / _ACROSS, top / _UP)
     factor, unit = axis_unit("seconds", top)
-    texts = [
-        f"{moment(time.timestamp(), view.zone):%-d %b %H:%M}: {quantity(load, 'requests/s')}, {quantity(latency, 'seconds')}"
-        for time, load, latency in zip(points["time"], points["load"], points["latency"], strict=True)
-    ]
     sheet.add(
-        "scattergl",
+        "scatter",
         x=points["load"], y=points["latency"] * factor, mode="markers", name="5 minutes", marker={"size": 4, "color": faded(STEEL, 0.45)},
-        customdata=texts, hovertemplate="%{customdata}<extra></extra>",
+        customdata=shown(pd.DatetimeIndex(points["time"]), view.zone),
+        hovertemplate=f"%{{customdata|%-d %b %H:%M}}: %{{x:,.4~r}} req/s, %{{y:,.4~r}} {unit}<extra></extra>",
     )  # fmt: skip
     for values, fill in ((curve.low, None), (curve.high, "tonexty")):
         sheet.add(

@@ -11,6 +11,7 @@ import pandas as pd
 
 from observability import catalog
 from observability.app.budget import PAGING, STEP, rates
+from observability.app.derived import shared
 from observability.app.marks import Mark
 from observability.app.view import View, unix_seconds
 from observability.errors import StoreError
@@ -23,6 +24,7 @@ ENGINES = BY_NAME["_".join(catalog.ENGINE.labels) + ":kvscope_engine:sum"]
 MAX_MARKS = 40
 
 
+@shared
 def happened(source: SeriesSource, view: View) -> tuple[Mark, ...]:
     """Deploys and incidents of the view, oldest first; none that the source cannot tell."""
     marks: list[Mark] = []

@@ -5,8 +5,10 @@ Signals of GPUs carry no model: a GPU is of a host, whatever is served on it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from exporters.gpu import health
@@ -53,6 +55,10 @@ class Taken:
     do: str
 
 
+#: The labels that name a GPU or a part of one.
+GPU_KEY = ("gpu", "uuid", "mig")
+
+
 @dataclass(frozen=True, slots=True)
 class GpuHealth:
     """One GPU at its newest reading in the view. `score` is 1 less the penalties of `taken`, at least 0; `looked_for` counts the
@@ -69,17 +75,25 @@ class GpuHealth:
 def gpus_over_time(source: SeriesSource, view: View, signal: Signal, by: str = "") -> pd.DataFrame:
     """Columns time, series, value: a series a GPU, or a GPU and value of the label `by`."""
     frame = source.range(signal.name, view.start, view.end, view.step, ANY)
+    return frame.assign(series=_series(frame, [by] if by else []))[["time", "series", "value"]]
+
+
+def _series(frame: pd.DataFrame, more: Sequence[str] = ()) -> pd.Series:
+    """The name of each row's GPU, with the values of the labels `more` after it."""
+    labels = [*GPU_KEY, *more]
+    group = frame.groupby(labels, observed=True, dropna=False).ngroup().to_numpy()
+    _, first = np.unique(group, return_index=True)
     names = gpu_names(frame)
-    series = [names[key] for key in zip(frame["gpu"], frame["uuid"], frame["mig"], strict=True)]
-    if by:
-        series = [f"{name} {value}" for name, value in zip(series, frame[by], strict=True)]
-    return frame.assign(series=pd.Series(series, index=frame.index, dtype="str"))[["time", "series", "value"]]
+    told = [
+        " ".join([names[gpu, uuid, mig], *rest])
+        for gpu, uuid, mig, *rest in frame.iloc[first][labels].astype(str).itertuples(index=False)
+    ]
+    return pd.Series(np.array(told, dtype=object)[group], index=frame.index, dtype="str")
 
 
 def memory_used(source: SeriesSource, view: View) -> pd.DataFrame:
     """Columns time, series (a GPU), value: share of its memory that is used or reserved. Without the total there is no row."""
     frame = source.range(MEMORY.name, view.start, view.end, view.step, ANY)
-    names = gpu_names(frame)
     wide = frame.pivot_table(
         index=["time", "gpu", "uuid", "mig"], columns="kind", values="value", aggfunc="last", observed=True
     )
@@ -89,13 +103,12 @@ def memory_used(source: SeriesSource, view: View) -> pd.DataFrame:
         .dropna()
         .reset_index(name="value")
     )
-    series = [names[key] for key in zip(shares["gpu"], shares["uuid"], shares["mig"], strict=True)]
-    return shares.assign(series=pd.Series(series, index=shares.index, dtype="str"))[["time", "series", "value"]]
+    return shares.assign(series=_series(shares))[["time", "series", "value"]]
 
 
 def gpu_names(frame: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """(gpu, uuid, mig) -> a name for people: GPU 0, with the end of its UUID where hosts have GPUs of one number."""
-    keys = sorted({tuple(map(str, key)) for key in zip(frame["gpu"], frame["uuid"], frame["mig"], strict=True)})
+    keys = sorted(frame[list(GPU_KEY)].drop_duplicates().astype(str).itertuples(index=False, name=None))
     cards: dict[str, set[str]] = {}
     for gpu, uuid, _ in keys:
         cards.setdefault(gpu, set()).add(uuid)

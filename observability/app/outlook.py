@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from observability.app.derived import shared
 from observability.app.view import View, unix_seconds
 from observability.forecast import series
 from observability.forecast.backtest import SCORED_SECONDS
@@ -118,6 +119,7 @@ def models_of(source: SeriesSource, view: View) -> list[str]:
     return [model for model in MODEL_TITLES if model != POOLED or pooled]
 
 
+@shared
 def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
     """`signal` as of the end of the view. The accuracy of the models is over the origins of the last three days from which
     every one of them made a forecast, so that it can be compared (as `kvscope forecast` does)."""

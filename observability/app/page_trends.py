@@ -21,8 +21,8 @@ from observability.signals import Signal
 
 CURVE_HEIGHT, HEIGHT = 300, 190
 CURVE_NOTE = (
-    "Each point is the P99 of five minutes against the requests received per second in them. The curve goes through the medians of bins of equally "
-    "many points, made non-decreasing; its band and the knee's interval hold 95 % of 200 curves through hours drawn anew with replacement. "
+    "Each point is the P99 of five minutes against the requests received per second in them; of those that would cover each other one is "
+    "drawn. The curve goes through the medians of bins of equally many points, made non-decreasing; its band and the knee's interval hold 95 % of 200 curves through hours drawn anew with replacement. "
     "The knee is where the curve lies furthest below the straight line between its ends (Kneedle, Satopaa et al. 2011); it is marked only when "
     "at least 80 % of those curves have one within half of the range. Points far above the curve at low load are not about load: see P99."
 )

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 
 from observability import catalog
@@ -277,7 +276,7 @@ def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
     return Content(words, _percentile_lines(table, Line(objective.threshold_seconds, limit)), data=table)
 
 
-def _percentile_lines(table: pd.DataFrame, line: Line) -> go.Figure:
+def _percentile_lines(table: pd.DataFrame, line: Line) -> charts.Drawing:
     sheet = charts.Sheet(_HEIGHT, hovermode="x unified")
     top = float(table[list(SIDES)].to_numpy().max())
     factor, unit = axis_unit("seconds", top)

@@ -18,7 +18,8 @@ from exporters.adapters.capability import Capability
 from exporters.adapters.engines import ADAPTERS, capability
 from exporters.adapters.vllm_plugin import from_families
 from observability import catalog, objectives
-from observability.app.view import View
+from observability.app.derived import shared
+from observability.app.view import View, unix_seconds
 from observability.objectives import E2E, LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
 from observability.signals import BY_NAME, SIGNALS, Signal
 from observability.store.source import SeriesSource
@@ -86,7 +87,7 @@ def over_threshold_signal(objective: LatencyObjective) -> Signal:
 def over_time(source: SeriesSource, view: View, signal: Signal) -> pd.DataFrame:
     """Columns time, the signal's labels beyond model, value."""
     frame = source.range(signal.name, view.start, view.end, view.step, view.where)
-    return frame.drop(columns="model", errors="ignore")
+    return frame[[name for name in frame.columns if name != "model"]]
 
 
 def several_over_time(source: SeriesSource, view: View, named: dict[str, Signal]) -> pd.DataFrame:
@@ -97,7 +98,7 @@ def several_over_time(source: SeriesSource, view: View, named: dict[str, Signal]
 
 def newest(frame: pd.DataFrame) -> float | None:
     """The value of the newest row, None without rows."""
-    return None if frame.empty else float(frame["value"].iloc[int(frame["time"].argmax())])
+    return None if frame.empty else float(frame["value"].to_numpy()[unix_seconds(frame["time"]).argmax()])
 
 
 def at_newest(frame: pd.DataFrame) -> pd.DataFrame:
@@ -165,8 +166,10 @@ def objective_now(source: SeriesSource, view: View, objective: LatencyObjective)
 
 def current(frame: pd.DataFrame, view: View) -> float | None:
     """The newest value, if it is of the last two steps (at least two minutes) of the view; an older one is history."""
-    recent = pd.Timestamp(view.end - max(2 * view.step, 120.0), unit="s", tz="UTC")
-    return newest(frame[frame["time"] >= recent])
+    times = unix_seconds(frame["time"])
+    if not len(times) or times.max() < view.end - max(2 * view.step, 120.0):
+        return None
+    return newest(frame)
 
 
 #: What the hour-against-hour comparison looks at, by a short name, and whether more of it is worse (+1), better (-1)
@@ -202,35 +205,38 @@ class Change:
     worse: bool | None
 
 
+@shared
 def hour_against_hour(source: SeriesSource, view: View) -> list[Change]:
     """What is different in the last hour of the view, the clearest change first. A signal that lacks an hour is left out."""
-    middle = pd.Timestamp(view.end - HOUR, unit="s", tz="UTC")
 
-    def hours(signal: Signal) -> tuple[pd.Series, pd.Series]:
+    def hours(signal: Signal) -> tuple[np.ndarray, np.ndarray]:
         frame = source.range(signal.name, view.end - 2 * HOUR, view.end, COMPARISON_STEP, view.where)
-        return frame.loc[frame["time"] <= middle, "value"], frame.loc[frame["time"] > middle, "value"]
+        values, late = frame["value"].to_numpy(), unix_seconds(frame["time"]) > view.end - HOUR
+        return values[~late], values[late]
 
     return _changes(hours)
 
 
+@shared
 def span_against_span(source: SeriesSource, view: View) -> list[Change]:
     """What is different in the view from one as long before it, as `hour_against_hour`."""
     before = view.earlier(view.seconds)
-    return _changes(lambda s: (over_time(source, before, s)["value"], over_time(source, view, s)["value"]))
+    return _changes(lambda s: tuple(over_time(source, v, s)["value"].to_numpy() for v in (before, view)))
 
 
-def _changes(values: Callable[[Signal], tuple[pd.Series, pd.Series]]) -> list[Change]:
+def _changes(values: Callable[[Signal], tuple[np.ndarray, ...]]) -> list[Change]:
     """The clearest first; `values` of a signal are those of the span before and of the span."""
     changes = []
     for title, signal, bad_direction in COMPARED:
         before, after = values(signal)
-        if before.empty or after.empty:
+        if not len(before) or not len(after):
             continue
-        difference = float(after.median() - before.median())
-        spread = max(float(np.subtract(*np.percentile(before, [75, 25]))), 0.01 * abs(float(before.median())))
-        score = 0.0 if difference == 0 else abs(difference) / spread if spread else np.inf
-        worse = None if bad_direction == 0 or difference == 0 else difference * bad_direction > 0
-        changes.append(Change(title, signal.unit, float(before.median()), float(after.median()), score, worse))
+        low, usual, high = np.percentile(before, (25, 50, 75)).tolist()
+        now = float(np.median(after))
+        spread = max(high - low, 0.01 * abs(usual))
+        score = 0.0 if now == usual else abs(now - usual) / spread if spread else np.inf
+        worse = None if bad_direction == 0 or now == usual else (now - usual) * bad_direction > 0
+        changes.append(Change(title, signal.unit, usual, now, score, worse))
     return sorted(changes, key=lambda change: -change.score)
 
 
@@ -362,24 +368,35 @@ class Makeup:
 
     def rows(self) -> pd.DataFrame:
         """Columns state, component, value (seconds)."""
-        return self.matrix.rename_axis("state").reset_index().melt(id_vars="state", var_name="component")
+        states, components = self.matrix.index, self.matrix.columns
+        return pd.DataFrame(
+            {"state": np.tile(states, len(components)), "component": np.repeat(components, len(states)), "value": self.matrix.to_numpy().T.ravel()}
+        )  # fmt: skip
 
 
+@shared
 def makeup_now(source: SeriesSource, view: View, q: float) -> Makeup | None:
     """The newest make-up in the view; None when no request ended in it."""
     frame = over_time(source, view, TAIL[q])
     if frame.empty:
         return None
     rows = at_newest(frame)
-    matrix = rows.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True)
-    return Makeup(q, rows["time"].iloc[0], _whole(matrix))
+    return Makeup(q, rows["time"].iloc[0], _matrix(rows))
 
 
-def _whole(matrix: pd.DataFrame) -> pd.DataFrame:
-    """`matrix` with all states and components. A part that has no series never took time: the parts still add up to the latency."""
-    return matrix.reindex(index=list(catalog.SHOWN_STATES), columns=list(catalog.SHOWN_COMPONENTS)).fillna(0.0)
+def _matrix(rows: pd.DataFrame) -> pd.DataFrame:
+    """Sums of `value` by all states and components. A part that has no series never took time: the parts still add up to the latency."""
+    states, components = pd.Index(catalog.SHOWN_STATES), pd.Index(catalog.SHOWN_COMPONENTS)
+    down, across = (
+        index.get_indexer(pd.Index(rows[name])) for index, name in ((states, "state"), (components, "component"))
+    )
+    known = (down >= 0) & (across >= 0)
+    sums = np.zeros((len(states), len(components)))
+    np.add.at(sums, (down[known], across[known]), rows["value"].to_numpy()[known])
+    return pd.DataFrame(sums, index=states, columns=components)
 
 
+@shared
 def makeup_of_range(source: SeriesSource, view: View, q: float) -> Makeup | None:
     """The make-up over all of the view: its moments weighted by the requests that ended then; None when none did."""
     frame = over_time(source, view, TAIL[q])
@@ -389,8 +406,7 @@ def makeup_of_range(source: SeriesSource, view: View, q: float) -> Makeup | None
     total = float(weights[weights > 0].groupby(frame["time"]).first().sum())
     if frame.empty or not total > 0:
         return None
-    matrix = frame.pivot_table(index="state", columns="component", values="value", aggfunc="sum", observed=True) / total
-    return Makeup(q, frame["time"].max(), _whole(matrix))
+    return Makeup(q, frame["time"].max(), _matrix(frame) / total)
 
 
 def lengths_now(source: SeriesSource, view: View, q: float) -> pd.Series:

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from observability.app import (
     findings,
@@ -26,8 +24,10 @@ from observability.app import (
     page_quantization,
     page_trends,
     queries,
+    settings,
     ui,
 )
+from observability.app.charts import Drawing
 from observability.app.findings import Finding
 from observability.app.happened import happened
 from observability.app.marks import Mark
@@ -82,7 +82,7 @@ class Drawn:
 
     panel: Panel
     data: pd.DataFrame
-    figure: go.Figure | None
+    figure: Drawing | None
     absent: str = ""
 
 
@@ -269,7 +269,7 @@ def as_html(report: Report) -> str:
         f'<div class="two"><div><h2>What differs from the {escape(setting(view.seconds, "seconds"))} before?</h2>{changes_table(report.changes, 12, ("before", "this span"))}</div>'
         f"<div><h2>What happened beside it?</h2>{_marks(report)}</div></div>"
         f"{''.join(sections)}{_queries(report)}"
-        f"<script>{get_plotlyjs()}</script><script>const figures = {data};{_DRAW}</script></body></html>"
+        f"<script>{settings.PLOTLY.read_text()}</script><script>const figures = {data};{_DRAW}</script></body></html>"
     )
 
 
@@ -318,9 +318,9 @@ def _queries(report: Report) -> str:
     return f'<div class="queries"><h2>Queries behind the charts</h2>{items}</div>'
 
 
-def _figure(figure: go.Figure) -> dict[str, Any]:
+def _figure(drawing: Drawing) -> dict[str, Any]:
     """Data and layout of a figure as plain JSON, in the report's light colours."""
-    figure = go.Figure(figure)
+    figure = drawing.figure()
     axis = {"gridcolor": "#e6eaee", "linecolor": "#c9d1d9", "zerolinecolor": "#e6eaee"}
     figure.update_layout(
         template="none",

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import streamlit
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 from observability.app import settings, traces
 from observability.app.access import Guard, is_header_name
@@ -32,6 +35,11 @@ class Access:
             raise ConfigError(
                 f"{self.header!r} is not the name of a header.", next_step="Give one such as X-Forwarded-User."
             )
+
+
+async def _plotly(request: Request) -> FileResponse:
+    """plotly.js for chart.js: the part for charts with axes. Browsers ask whether it is still the same."""
+    return FileResponse(settings.PLOTLY, media_type="text/javascript", headers={"cache-control": "no-cache"})
 
 
 def serve(
@@ -58,7 +66,9 @@ def serve(
         if access and (access.token or access.header)
         else []
     )
-    app = streamlit.App(Path(__file__).with_name("main.py"), middleware=doors)
+    app = streamlit.App(
+        Path(__file__).with_name("main.py"), middleware=doors, routes=[Route("/kvscope/plotly.js", _plotly)]
+    )
     for each in (
         signal.SIGTERM,
         signal.SIGINT,

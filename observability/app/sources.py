@@ -87,6 +87,10 @@ def _unix_time_of_newest(source: SeriesSource) -> float | None:
     return None if age is None else time.time() - age
 
 
+#: What pages worked out of reads; a key has the view in it, which moves on.
+_DERIVED: TTLCache[tuple[Hashable, ...], object] = TTLCache(300, TTL)
+_DERIVED_LOCK = threading.Lock()
+
 _NEWEST = _Read("newest", STATE_TTL, 10, _unix_time_of_newest)
 
 
@@ -163,6 +167,18 @@ class CachedSource:
 
     def models(self) -> list[str]:
         return self._kept(("models",), _MODELS)
+
+    def derived(self, key: Hashable, work: Callable[[], object]) -> object:
+        """What `work` gave under `key`, for a viewer within TTL seconds; not of a source that is not asked, whose reads are older."""
+        if self._offline is not None:
+            return work()
+        with _DERIVED_LOCK:
+            if (self.spec, key) in _DERIVED:
+                return _DERIVED[self.spec, key]
+        value = work()
+        with _DERIVED_LOCK:
+            _DERIVED[self.spec, key] = value
+        return value
 
     def freshness(self) -> float | None:
         newest = self._asked(_NEWEST)

@@ -13,7 +13,6 @@ from urllib.parse import urlencode
 from zoneinfo import ZoneInfo
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
@@ -38,7 +37,9 @@ LOGO_WITH_NAME = (
     'font-family="system-ui,-apple-system,Segoe UI,Roboto,Noto Sans,Liberation Sans,sans-serif" font-size="18" '
     'font-weight="600">kvscope</text></svg>'
 )
-CHART_CONFIG = {"displayModeBar": False, "displaylogo": False}
+_chart = st.components.v2.component(
+    "kvscope_chart", js=Path(__file__).with_name("chart.js").read_text(), isolate_styles=False
+)
 _PAGE_NAMES = {
     "quantization": "what quantization costs",
     "batching": "how batches are made",
@@ -88,7 +89,7 @@ class Panel:
     unit: str
     signals: tuple[Signal, ...]
     read: Callable[[SeriesSource, View], pd.DataFrame]
-    draw: Callable[[pd.DataFrame, charts.Frame], go.Figure]
+    draw: Callable[[pd.DataFrame, charts.Frame], charts.Drawing]
     lines: Sequence[charts.Line] = ()
     note: str = ""
     words: Callable[[Context, pd.DataFrame], str] | None = None  # HTML over the chart: the figure of now, in words
@@ -99,11 +100,11 @@ class Panel:
 
 
 def style() -> None:
-    """Adds the style sheet and the scripts that keep a reader's zoom and save pictures; they take no place on the page."""
+    """Adds the style sheet and the scripts that load Plotly and save pictures; they take no place on the page."""
     folder = Path(__file__).parent
     st.html(folder / "style.css")
     with st.container(key="script"):
-        for name in ("keep_zoom.js", "save_picture.js"):
+        for name in ("load_plotly.js", "save_picture.js"):
             st.html(f"<script>{(folder / name).read_text()}</script>", unsafe_allow_javascript=True)
 
 
@@ -239,7 +240,7 @@ class Content:
     """What a card shows: words (HTML) over and below a figure, or the reason why there is nothing; `data` is offered as a file."""
 
     html: str = ""
-    figure: go.Figure | None = None
+    figure: charts.Drawing | None = None
     below: str = ""
     absent: str = ""
     data: pd.DataFrame | None = None
@@ -321,9 +322,15 @@ def _card(
         with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
             small = f"<small>{escape(unit)}</small>" if unit else ""
             st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-            with st.popover("", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture"):
-                partly = _in_part(context, signals) if content.data is not None else ""
-                _details(key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content)
+            menu = st.popover(
+                "", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture", key=f"menu-{key}", on_change="rerun"
+            )  # fmt: skip
+            if menu.open:  # what is in it is most of what a page would send
+                with menu:
+                    partly = _in_part(context, signals) if content.data is not None else ""
+                    _details(
+                        key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content
+                    )
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
@@ -332,12 +339,14 @@ def _card(
         if content.html:
             st.html(content.html)
         if content.figure is not None:
-            st.plotly_chart(content.figure, key=f"chart-{key}", config=CHART_CONFIG, width="stretch", height=height)
+            chosen = " ".join(st.query_params.get(name, "") for name in ("range", "end", "tz"))
+            _chart(key=f"chart-{key}", data=content.figure.json(chosen))
         if content.below:
             st.html(content.below)
         if content.more[0]:
-            with st.expander(content.more[0]):
-                st.markdown(content.more[1])
+            folded = st.expander(content.more[0], key=f"more-{key}", on_change="rerun")
+            if folded.open:
+                folded.markdown(content.more[1])
 
 
 def _details(key: str, note: str, signals: Sequence[Signal], content: Content) -> None:

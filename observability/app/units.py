@@ -79,17 +79,19 @@ def quantity(value: float | None, unit: str) -> str:
     return f"{_scaled(value)} {suffix}".strip()
 
 
+def axis_units(unit: str) -> tuple[tuple[float, str], ...]:
+    """(factor, name) of what an axis can show `unit` in, the smallest first."""
+    if unit == "seconds":
+        return (1e6, "µs"), (1e3, "ms"), (1.0, "s")
+    if unit == "ratio":
+        return ((100.0, "%"),)
+    if unit == "bytes":
+        return (1.0, "B"), (2.0**-20, "MiB"), (2.0**-30, "GiB"), (2.0**-40, "TiB")
+    return ((1.0, _PER_SECOND.get(unit) or _COUNTED.get(unit, unit)),)
+
+
 def axis_unit(unit: str, largest: float) -> tuple[float, str]:
     """(factor, name) in which an axis shows `unit` so that its numbers are short: seconds below 1 s become ms."""
-    if unit == "seconds":
-        if largest < 0.001:
-            return 1e6, "µs"
-        return (1e3, "ms") if largest < 1 else (1.0, "s")
-    if unit == "ratio":
-        return 100.0, "%"
-    if unit == "bytes":
-        for factor, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-            if largest >= factor:
-                return 1 / factor, name
-        return 1.0, "B"
-    return 1.0, _PER_SECOND.get(unit) or _COUNTED.get(unit, unit)
+    units = axis_units(unit)
+    fitting = [(factor, name) for factor, name in units if largest * factor >= 1]
+    return fitting[-1] if fitting else units[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from zoneinfo import ZoneInfo
 
@@ -14,7 +15,7 @@ DEFAULT_RANGE = "1h"
 #: What the shown time can be compared with: name in the URL -> seconds before.
 VERSUS = {"yesterday": 86400.0, "last week": 7 * 86400.0}
 #: Seconds between points, by range: up to 3 days no event falls between the 5-minute windows of two points.
-STEPS = {900: 15, 3600: 15, 6 * 3600: 30, 86400: 60, 3 * 86400: 300, 7 * 86400: 600}
+STEPS = {900: 15, 3600: 15, 6 * 3600: 30, 86400: 120, 3 * 86400: 300, 7 * 86400: 600}
 #: Seconds between two refreshes: each step, at least and at most these.
 FASTEST_REFRESH, SLOWEST_REFRESH = 15, 60
 
@@ -44,8 +45,13 @@ class View:
     @property
     def times(self) -> pd.DatetimeIndex:
         """The moments that a source is read at (UTC)."""
-        count = round(self.seconds / self.step) + 1
-        return pd.to_datetime(self.start + self.step * np.arange(count), unit="s", utc=True).as_unit("ns")
+        return _grid(self.start, self.end, self.step)
+
+
+@functools.lru_cache(64)
+def _grid(start: float, end: float, step: float) -> pd.DatetimeIndex:
+    count = round((end - start) / step) + 1
+    return pd.to_datetime(start + step * np.arange(count), unit="s", utc=True).as_unit("ns")
 
 
 def make_view(model: str, seconds: int, now: float, zone: str = "UTC") -> View:

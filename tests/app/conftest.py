@@ -14,17 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from observability.app import charts
 from observability.store.embedded import EmbeddedStore, create
 from tests.app import synthetic
 from tests.app.browser import Browser
 from tests.conftest import wait_for
-
-
-@pytest.fixture(autouse=True)
-def checked_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plotly checks every property of every figure that a test makes in this process."""
-    monkeypatch.setattr(charts, "CHECKED", True)
 
 
 @pytest.fixture(scope="session")

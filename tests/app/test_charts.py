@@ -88,7 +88,7 @@ def test_every_state_component_layout_and_block_state_has_a_colour() -> None:
 
 def test_a_line_breaks_where_nothing_was_measured() -> None:
     data = frame_of({"P99": [0.1, 0.2, None, None, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]})
-    (trace,) = charts.lines(data, "seconds", charts.Frame(VIEW)).data
+    (trace,) = charts.lines(data, "seconds", charts.Frame(VIEW)).figure().data
     drawn = np.array(trace.y, dtype=float)
     assert np.isnan(drawn[2:4]).all()
     assert not trace.connectgaps
@@ -99,7 +99,7 @@ def test_stacked_parts_add_up_at_every_moment_and_leave_a_hole_where_nothing_was
     queued, decode = [1.0, 2, 3, None, None, 4, 5, 6, 7, 8, 9], [0.5, 0.5, 0.5, None, None, 1, 1, 1, 1, 1, 1]
     figure = charts.stacked(
         frame_of({"queued": queued, "decode": decode}), "seconds", charts.Frame(VIEW), order=catalog.STATES
-    )
+    ).figure()
     drawn: dict[pd.Timestamp, float] = {}
     for trace in figure.data:
         for x, y in zip(trace.x, trace.y, strict=True):
@@ -119,9 +119,9 @@ def test_stacked_parts_add_up_at_every_moment_and_leave_a_hole_where_nothing_was
 
 def test_a_moment_on_its_own_is_still_visible() -> None:
     alone = frame_of({"queued": [None, None, 2.0]})
-    (area,) = charts.stacked(alone, "seconds", charts.Frame(VIEW), order=catalog.STATES).data
+    (area,) = charts.stacked(alone, "seconds", charts.Frame(VIEW), order=catalog.STATES).figure().data
     assert len(area.x) == 2
-    line, dot = charts.lines(alone, "seconds", charts.Frame(VIEW)).data
+    line, dot = charts.lines(alone, "seconds", charts.Frame(VIEW)).figure().data
     assert (line.mode, dot.mode) == ("lines", "markers")
     assert (pd.DatetimeIndex(dot.x) == charts.shown(VIEW.times, VIEW.zone)[2:3]).all()
     assert list(dot.y) == [value for value in line.y if value == value]
@@ -129,21 +129,25 @@ def test_a_moment_on_its_own_is_still_visible() -> None:
 
 def test_an_objective_far_above_the_data_does_not_flatten_it() -> None:
     data = frame_of({"P99": [0.010, 0.012]})
-    figure = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(20.0, "20 s"),)))
+    figure = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(20.0, "20 s"),))).figure()
     assert figure.layout.yaxis.range[1] < 20
     assert any("20 s" in (a.text or "") for a in figure.layout.annotations)
-    near = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(0.02, "20 ms"),)))
+    near = charts.lines(data, "seconds", charts.Frame(VIEW, lines=(charts.Line(0.02, "20 ms"),))).figure()
     assert near.layout.yaxis.range[1] > 20
     assert len(near.layout.shapes) == 1
 
 
 def test_simulated_spans_are_shaded_and_named_only_inside_the_view() -> None:
     data = frame_of({"P99": [0.1, 0.2]})
-    inside = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start + 120)]))
+    inside = charts.lines(
+        data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start + 120)])
+    ).figure()
     (shade,) = inside.layout.shapes
     assert (shade.x0, shade.x1) == (pd.Timestamp(VIEW.start, unit="s"), pd.Timestamp(VIEW.start + 120, unit="s"))
     assert any("simulated (virtual time)" in a.text for a in inside.layout.annotations)
-    outside = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start - 10)]))
+    outside = charts.lines(
+        data, "seconds", charts.Frame(VIEW, simulated=[(VIEW.start - 5000, VIEW.start - 10)])
+    ).figure()
     assert not outside.layout.shapes
     assert not outside.layout.annotations
 
@@ -152,7 +156,7 @@ def test_simulated_spans_a_few_points_apart_are_shaded_as_one() -> None:
     data = frame_of({"P99": [0.1, 0.2]})
     start = VIEW.start
     spans = [(start, start + 60), (start + 120, start + 180), (start + 480, start + 500)]
-    shades = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=spans)).layout.shapes
+    shades = charts.lines(data, "seconds", charts.Frame(VIEW, simulated=spans)).figure().layout.shapes
     edges = [
         ((pd.Timestamp(s.x0) - moment(start, "UTC")).seconds, (pd.Timestamp(s.x1) - moment(start, "UTC")).seconds)
         for s in shades
@@ -170,7 +174,7 @@ def times_of(trace: Any, count: int) -> pd.DatetimeIndex:
 def test_times_are_shown_in_the_zone_of_the_view() -> None:
     data = frame_of({"P99": [0.1]})
     (kolkata, *_), (utc, *_) = (
-        charts.lines(data, "seconds", charts.Frame(View("m", VIEW.start, VIEW.end, 60.0, zone))).data
+        charts.lines(data, "seconds", charts.Frame(View("m", VIEW.start, VIEW.end, 60.0, zone))).figure().data
         for zone in ("Asia/Kolkata", "UTC")
     )
     assert (times_of(utc, len(utc.y)) == VIEW.times.tz_localize(None)).all()
@@ -181,14 +185,14 @@ def test_times_stay_right_over_a_change_of_the_clock() -> None:
     change = pd.Timestamp("2026-10-25T01:00Z").timestamp()  # from 03:00 to 02:00 in Berlin
     view = View("m", change - 3600, change + 3600, 600.0, "Europe/Berlin")
     data = pd.DataFrame({"time": view.times, "series": "P99", "value": 0.1})
-    line, *_ = charts.lines(data, "seconds", charts.Frame(view)).data
+    line, *_ = charts.lines(data, "seconds", charts.Frame(view)).figure().data
     expected = [t.tz_convert("Europe/Berlin").tz_localize(None) for t in view.times]
     assert list(times_of(line, len(line.y))) == expected
 
 
 def test_a_heatmap_has_all_regions_and_leaves_unmeasured_cells_empty() -> None:
     data = frame_of({"03": [0.25, 0.5]}).rename(columns={"series": "region"})
-    (trace,) = charts.heatmap(data, charts.Frame(VIEW), title="active").data
+    (trace,) = charts.heatmap(data, charts.Frame(VIEW), title="active").figure().data
     cells = np.array(trace.z, dtype=float)
     assert cells.shape == (32, 11)
     np.testing.assert_allclose(cells[3, :2], [25, 50])
@@ -201,7 +205,7 @@ def test_make_up_bars_add_up_to_the_latency() -> None:
         "slowest 1 %": pd.Series({"queued": 1.0, "decode": 0.5, "swapped": 0.0}),
         "slower half": pd.Series({"queued": 0.1, "decode": 0.4, "swapped": 0.0}),
     }
-    figure = charts.makeup_bars(rows)
+    figure = charts.makeup_bars(rows).figure()
     assert {trace.name for trace in figure.data} == {"queued", "decode"}
     np.testing.assert_allclose(np.sum([trace.x for trace in figure.data], axis=0), [1.5, 0.5])
 
@@ -212,7 +216,7 @@ def test_slivers_of_a_make_up_are_drawn_and_not_in_the_legend() -> None:
         "slowest 1 %": pd.Series({"forward_prefill": 9.0, "forward_decode": 0.95, "emit": 0.05}),
         "slower half": pd.Series({"forward_prefill": 3.0, "forward_decode": 1.0, "emit": 0.01}),
     }
-    drawn = {bar.name: bar for bar in charts.makeup_bars(rows).data}
+    drawn = {bar.name: bar for bar in charts.makeup_bars(rows).figure().data}
     assert {name for name, bar in drawn.items() if bar.showlegend} == {"forward prefill", "forward decode"}
     assert sum(bar.x[0] for bar in drawn.values()) == pytest.approx(10.0)
     assert sum(bar.x[1] for bar in drawn.values()) == pytest.approx(4.01)
@@ -220,7 +224,7 @@ def test_slivers_of_a_make_up_are_drawn_and_not_in_the_legend() -> None:
 
 def test_an_earlier_day_is_drawn_dotted_and_fits_the_axis() -> None:
     now, before = frame_of({"P99": [0.1, 0.2]}), frame_of({"P99": [0.4, 0.5]})
-    figure = charts.lines(now, "seconds", charts.Frame(VIEW, earlier=charts.Earlier(before, "yesterday")))
+    figure = charts.lines(now, "seconds", charts.Frame(VIEW, earlier=charts.Earlier(before, "yesterday"))).figure()
     dotted, solid = figure.data
     assert (dotted.line.dash, solid.line.dash) == ("dot", None)
     assert dotted.name == "P99 yesterday"
@@ -232,7 +236,7 @@ def test_a_stack_is_compared_by_its_total() -> None:
     now = frame_of({"queued": [1.0, 2], "decode": [1.0, 1]})
     before = frame_of({"queued": [4.0, 5], "decode": [0.5, 0.5]})
     frame = charts.Frame(VIEW, earlier=charts.Earlier(before, "last week"))
-    total = charts.stacked(now, "seconds", frame, order=catalog.STATES).data[-1]
+    total = charts.stacked(now, "seconds", frame, order=catalog.STATES).figure().data[-1]
     assert total.name == "total last week"
     assert list(total.y[:2]) == [4.5, 5.5]
 
@@ -244,7 +248,7 @@ def test_deploys_are_lines_and_incidents_are_shades_with_their_text_on_hover() -
         Mark("incident", start - 600, start + 60, "KvscopeTTFTBudgetBurn"),
         Mark("incident", start - 900, start - 600, "before the view"),
     )
-    layout = charts.lines(frame_of({"P99": [0.1, 0.2]}), "seconds", charts.Frame(VIEW, marks=marks)).layout
+    layout = charts.lines(frame_of({"P99": [0.1, 0.2]}), "seconds", charts.Frame(VIEW, marks=marks)).figure().layout
     deploy, incident = layout.shapes
     assert (deploy.type, pd.Timestamp(deploy.x0)) == ("line", moment(start + 120, "UTC"))
     assert (pd.Timestamp(incident.x0), pd.Timestamp(incident.x1)) == (moment(start, "UTC"), moment(start + 60, "UTC"))
@@ -256,7 +260,7 @@ def test_an_incident_shades_its_span_and_one_that_lasts_most_of_the_view_is_a_st
     data = frame_of({"P99": [0.1, 0.2, 0.3]})
     for share, top in ((0.3, 1), (0.9, 0.03)):
         mark = Mark("incident", VIEW.start, VIEW.start + share * VIEW.seconds, "burns")
-        figure = charts.lines(data, "seconds", charts.Frame(VIEW, marks=(mark,)))
+        figure = charts.lines(data, "seconds", charts.Frame(VIEW, marks=(mark,))).figure()
         (shade,) = [shape for shape in figure.layout.shapes if shape.name == "incident"]
         assert shade.y1 == top
         assert (pd.Timestamp(shade.x1) - pd.Timestamp(shade.x0)).total_seconds() == pytest.approx(share * VIEW.seconds)

@@ -84,7 +84,7 @@ def test_tab_reaches_pages_filters_and_the_menu_of_every_card(page: Browser) -> 
     reached = {part for part, _ in seen}
     assert cards
     for card in cards:
-        assert f"head-{card}" in reached, f"the menu of {card} is out of reach"
+        assert f"menu-{card}" in reached, f"the menu of {card} is out of reach"
 
 
 def put_focus(browser: Browser, element: str) -> None:

@@ -94,7 +94,7 @@ def test_the_chart_holds_what_came_the_past_and_the_next_hour_with_three_bands(
     seen = found.models[0]
     figure = charts.forecast(
         found.came, seen.past, seen.ahead, SIGNAL.unit, charts.Frame(view), median=outlook.MEDIAN, bands=outlook.BANDS
-    )
+    ).figure()
     named = {trace.name: trace for trace in figure.data if trace.name}
     assert set(named) == {"made 1 h ago", "measured", "next hour"}
     np.testing.assert_allclose(named["next hour"].y, seen.ahead[outlook.MEDIAN])

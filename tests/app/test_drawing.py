@@ -1,0 +1,100 @@
+"""What charts are drawn with, and what is worked out once for all viewers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly
+import pytest
+
+from observability.app import charts, settings, sources
+from observability.app.derived import shared
+from observability.app.sources import CachedSource
+from observability.app.view import View
+from observability.errors import StoreError
+from observability.store.source import SeriesSource
+
+VIEW = View("m", 1_700_000_000.0, 1_700_000_600.0, 60.0)
+
+
+def test_the_browser_gets_the_plotly_that_figures_are_checked_against() -> None:
+    versions = [
+        re.search(r"plotly\.js (?:\(cartesian - minified\) )?v([\d.]+)", path.read_text()[:200])
+        for path in (settings.PLOTLY, Path(plotly.__file__).parent / "package_data" / "plotly.min.js")
+    ]
+    ours, theirs = (found[1] if found else None for found in versions)
+    assert ours == theirs, "take plotly.js-cartesian-dist-min of the version that Plotly for Python comes with"
+
+
+def test_what_is_sent_holds_the_same_numbers_times_and_gaps() -> None:
+    values = [0.25, np.nan, 1 / 3]
+    times = pd.date_range("2026-03-01", periods=3, freq="min")
+    sheet = charts.Sheet(100)
+    sheet.add("scatter", x=times, y=pd.Series(values), name="0-2K <b>")
+    sheet.add("scatter", x=[1, 2], y=np.array([[1.0, 2.0]]), name="0-2K <b>", marker={"size": pd.Series([3, 4])})
+    sheet.rule("#123456", "dot", x=times[1])
+    sent = json.loads(sheet.figure().json("1h"))
+    first, second = sent["data"]
+    assert first["y"]["dtype"] == "f8"
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(first["y"]["bdata"]), "<f8"), values)
+    assert [pd.Timestamp(each) for each in first["x"]] == list(times)
+    assert second["y"]["shape"] == "1, 2"
+    assert second["marker"]["size"] == [3, 4]
+    assert first["uid"] != second["uid"]
+    assert re.fullmatch(r"\w+", first["uid"]), "plotly.js makes a class name of it"
+    assert pd.Timestamp(sent["layout"]["shapes"][0]["x0"]) == times[1]
+    assert sent["layout"]["uirevision"] == "1h"
+
+
+def test_a_figure_with_an_unknown_property_is_refused_in_tests() -> None:
+    sheet = charts.Sheet(100)
+    sheet.add("scatter", y=[1], collour="red")
+    with pytest.raises(ValueError, match="collour"):
+        sheet.figure().figure()
+
+
+@pytest.fixture
+def counted() -> tuple[Callable[[SeriesSource, View], int], list[View]]:
+    seen: list[View] = []
+
+    @shared
+    def work(source: SeriesSource, view: View) -> int:
+        seen.append(view)
+        return len(seen)
+
+    return work, seen
+
+
+def test_viewers_of_one_source_share_what_is_worked_out_of_it(
+    counted: tuple[Callable[[SeriesSource, View], int], list[View]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, seen = counted
+    monkeypatch.setattr(sources, "_DERIVED", {})
+    one, other = CachedSource("one.sqlite"), CachedSource("other.sqlite")
+    assert [work(one, VIEW), work(CachedSource("one.sqlite"), VIEW), work(other, VIEW)] == [1, 1, 2]
+    assert work(one, VIEW.earlier(60.0)) == 3
+    assert work(one.offline(StoreError("gone", next_step="wait")), VIEW) == 4, "of older reads, so not kept"
+    assert work(one, VIEW) == 1
+    assert len(seen) == 4
+
+
+def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_DERIVED", {})
+    answers = iter([StoreError("gone", next_step="wait"), 7])
+
+    @shared
+    def work(source: SeriesSource, view: View) -> int:
+        answer = next(answers)
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    with pytest.raises(StoreError):
+        work(CachedSource("one.sqlite"), VIEW)
+    assert work(CachedSource("one.sqlite"), VIEW) == 7
