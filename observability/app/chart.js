@@ -95,6 +95,8 @@ export default ({ data, parentElement }) => {
   if (!place) {
     place = document.createElement("div");
     place.className = "chart";
+    place.setAttribute("role", "figure");
+    place.ariaLabel = parentElement.closest('[class*="st-key-card-"]')?.querySelector("h3.question")?.title ?? "";
     parentElement.append(place);
     charts.set(place, { place });
     sizes.observe(place);

@@ -38,8 +38,10 @@ class Access:
 
 
 async def _plotly(request: Request) -> FileResponse:
-    """plotly.js for chart.js: the part for charts with axes. Browsers ask whether it is still the same."""
-    return FileResponse(settings.PLOTLY, media_type="text/javascript", headers={"cache-control": "no-cache"})
+    """plotly.js for chart.js: the part for charts with axes. Its name has the version, so browsers keep it, and what they compiled of it."""
+    return FileResponse(
+        settings.PLOTLY, media_type="text/javascript", headers={"cache-control": "private, max-age=31536000, immutable"}
+    )
 
 
 def serve(
@@ -67,7 +69,9 @@ def serve(
         else []
     )
     app = streamlit.App(
-        Path(__file__).with_name("main.py"), middleware=doors, routes=[Route("/kvscope/plotly.js", _plotly)]
+        Path(__file__).with_name("main.py"),
+        middleware=doors,
+        routes=[Route(f"/kvscope/{settings.PLOTLY.name}", _plotly)],
     )
     for each in (
         signal.SIGTERM,

@@ -15,7 +15,7 @@ ENDPOINTS_VARIABLE, ENDPOINT_TOKEN_VARIABLE = "KVSCOPE_ENDPOINTS", "KVSCOPE_ENDP
 TRACE_URL_VARIABLE = "KVSCOPE_TRACE_URL"
 #: plotly.js with the charts that have axes (npm: plotly.js-cartesian-dist-min, of the version that Plotly for Python comes with): a third of
 #: the whole, which a browser would take half a second to read.
-PLOTLY = Path(__file__).with_name("plotly-cartesian.min.js")
+PLOTLY = Path(__file__).with_name("plotly-cartesian-4.1.1.min.js")
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', sans-serif"
 _MONO = "ui-monospace, 'SF Mono', 'Cascadia Code', 'Noto Sans Mono', 'Liberation Mono', monospace"
 LIGHT_BACKGROUND, DARK_BACKGROUND = "#ffffff", "#12161c"

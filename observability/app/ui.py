@@ -17,7 +17,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from exporters.adapters.capability import Capability
-from observability.app import charts, files, queries
+from observability.app import charts, files, queries, settings
 from observability.app.findings import Finding
 from observability.app.marks import Mark
 from observability.app.queries import Freshness
@@ -105,7 +105,8 @@ def style() -> None:
     st.html(folder / "style.css")
     with st.container(key="script"):
         for name in ("load_plotly.js", "save_picture.js"):
-            st.html(f"<script>{(folder / name).read_text()}</script>", unsafe_allow_javascript=True)
+            script = (folder / name).read_text().replace("PLOTLY", settings.PLOTLY.name)
+            st.html(f"<script>{script}</script>", unsafe_allow_javascript=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("observability.app.access.WRONG_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("path", ["/", "/p99?range=6h", "/_stcore/stream", "/media/abc.csv", "/static/js/main.js"])
+@pytest.mark.parametrize(
+    "path", ["/", "/p99?range=6h", "/_stcore/stream", "/media/abc.csv", "/static/js/main.js", "/kvscope/plotly.js"]
+)
 def test_without_the_token_nothing_is_served(path: str) -> None:
     answer = ask(Guard(app, token=TOKEN), "GET", path)
     assert answer.status_code == 401

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pandas as pd
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
+from observability.app.settings import PLOTLY
 from observability.app.units import quantity
 from observability.store.embedded import create
 from tests.app import synthetic
@@ -79,6 +82,29 @@ def test_nothing_is_loaded_from_outside_the_app(now_page: Browser, app_url: str)
     loaded = now_page.driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert loaded
     assert [name for name in loaded if not name.startswith((app_url, "data:", "blob:"))] == []
+
+
+def test_the_chart_library_is_kept_by_browsers_and_charts_say_what_they_answer(now_page: Browser, app_url: str) -> None:
+    answer = httpx.get(f"{app_url}/kvscope/{PLOTLY.name}")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/javascript")
+    assert "immutable" in answer.headers["cache-control"]
+    assert answer.text == PLOTLY.read_text()
+    named = now_page.driver.execute_script("return [...document.querySelectorAll('.chart')].map(e => e.ariaLabel)")
+    assert "Is the KV pool full?" in named
+    assert all(named)
+
+
+def test_hover_says_the_value_and_its_unit(now_page: Browser) -> None:
+    said = now_page.driver.execute_script(
+        """const gd = document.querySelector('.st-key-card-kv-usage .js-plotly-plot');
+        const at = gd._fullData[0].y.length - 1;
+        Plotly.Fx.hover(gd, [{curveNumber: 0, pointNumber: at}]);
+        return [gd._fullData[0].y[at], gd.querySelector('.hoverlayer').textContent]"""
+    )
+    shown = re.search(r"([\d.,]+) %", said[1])
+    assert shown, said
+    assert float(shown[1]) == pytest.approx(said[0], rel=1e-4)
 
 
 def test_simulated_time_is_named_in_the_header_and_in_the_charts(now_page: Browser) -> None:
