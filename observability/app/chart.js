@@ -1,12 +1,15 @@
 // Draws the charts of cards with Plotly: those in sight first, then the others, each once; new data are drawn into the chart that is
 // there, so that it keeps what its reader did to it.
-const CONFIG = { displayModeBar: false, displaylogo: false };
+const CONFIG = { displayModeBar: false, displaylogo: false, doubleClick: false };
 const NEAR = 300; // px below the window that count as in sight
 const charts = new Map(); // by place on the page
 const undrawn = new Set();
 let drawing = false;
+let draws = 0;
 
 const later = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+
+const idle = () => (window.requestIdleCallback ? new Promise((done) => requestIdleCallback(done, { timeout: 200 })) : later(50));
 
 const plotly = async () => {
   while (!window.Plotly) await later(20); // load_plotly.js fetches it
@@ -32,28 +35,42 @@ const inSight = ({ place }) => {
   return bottom > -NEAR && top < innerHeight + NEAR;
 };
 
+const group = ({ legendgroup, name }) => legendgroup || name;
+
+// The ranges of the axes as they were sent, to go back to.
+const ranges = (layout) => Object.fromEntries(["xaxis", "yaxis"].flatMap((axis) => {
+  const { range, autorange } = layout[axis] ?? {};
+  return range ? [[`${axis}.range`, [...range]]] : [[`${axis}.autorange`, autorange ?? true]];
+}));
+
+// Plotly itself would keep a zoom for as long as the sent range stays the same, which that of time does not, and go back to the ranges of the
+// first drawing; and it knows lines by their place, which changes where a gap divides them. So it keeps nothing, and this does.
 const draw = async (Plotly, chart) => {
-  const { place, figure } = chart;
+  const { place, revision } = chart;
   const width = place.clientWidth;
   if (!width || !place.isConnected) return; // hidden: drawn when it has a size
   chart.width = width;
-  await Plotly.react(place, figure.data, { ...figure.layout, width, template: template(place) }, CONFIG);
+  const { data, layout } = JSON.parse(chart.text);
+  if (chart.drawn !== revision) chart.zoom = undefined;
+  const hidden = new Set(chart.drawn === revision ? (place._fullData ?? []).filter((trace) => trace.visible === "legendonly").map(group) : []);
+  for (const trace of data) if (hidden.has(group(trace))) trace.visible = "legendonly";
+  chart.sent = ranges(layout);
+  chart.drawn = revision;
+  await Plotly.react(place, data, { ...layout, uirevision: ++draws, width, template: template(place) }, CONFIG);
+  if (!charts.has(place)) return; // the reader left meanwhile
   if (!chart.followed) follow(chart);
-  if (chart.revision !== figure.layout.uirevision) Object.assign(chart, { zoom: undefined, revision: figure.layout.uirevision });
   if (chart.zoom) await Plotly.relayout(place, chart.zoom);
 };
 
-// Plotly keeps what a reader hid as long as uirevision stays, but not the zoom, since the range of time itself goes on.
 const follow = (chart) => {
   chart.followed = true;
   chart.place.on("plotly_relayout", (change) => {
     const axes = Object.entries(change).filter(([key]) => /^[xy]axis\.range\[/.test(key));
-    if (chart.resetting || "xaxis.autorange" in change) chart.zoom = undefined;
-    else if (axes.length) chart.zoom = Object.fromEntries(axes);
-    chart.resetting = false;
+    if (axes.length) chart.zoom = { ...chart.zoom, ...Object.fromEntries(axes) };
   });
   chart.place.on("plotly_doubleclick", () => {
-    chart.resetting = true;
+    chart.zoom = undefined;
+    window.Plotly.relayout(chart.place, chart.sent);
   });
 };
 
@@ -65,10 +82,10 @@ const drawAll = async () => {
     while (undrawn.size) {
       const all = [...undrawn];
       const chart = all.find(inSight);
-      if (!chart) await new Promise((done) => requestIdleCallback(done, { timeout: 200 }));
+      if (!chart) await idle();
       const next = chart ?? all[0];
       undrawn.delete(next);
-      await draw(Plotly, next).catch((error) => console.error("a chart was not drawn", error));
+      await draw(Plotly, next).catch((error) => charts.has(next.place) && console.error("a chart was not drawn", error));
       await later(0);
     }
   } catch (error) {
@@ -96,13 +113,14 @@ export default ({ data, parentElement }) => {
     place = document.createElement("div");
     place.className = "chart";
     place.setAttribute("role", "figure");
-    place.ariaLabel = parentElement.closest('[class*="st-key-card-"]')?.querySelector("h3.question")?.title ?? "";
     parentElement.append(place);
     charts.set(place, { place });
     sizes.observe(place);
   }
+  place.ariaLabel = parentElement.closest('[class*="st-key-card-"]')?.querySelector("h3.question")?.title ?? "";
   const chart = charts.get(place);
   const leave = () => {
+    if (parentElement.isConnected) return; // of an update that a later one overtook: the chart stays
     sizes.unobserve(place);
     undrawn.delete(chart);
     charts.delete(place);
@@ -112,8 +130,9 @@ export default ({ data, parentElement }) => {
   const text = new TextDecoder().decode(data);
   const theme = JSON.stringify(template(place));
   if (chart.text === text && chart.theme === theme) return leave;
-  Object.assign(chart, { text, theme, figure: JSON.parse(text) });
-  place.style.height = `${chart.figure.layout.height}px`;
+  const { layout, revision } = JSON.parse(text);
+  Object.assign(chart, { text, theme, revision });
+  place.style.height = `${layout.height}px`;
   ask(chart);
   return leave;
 };

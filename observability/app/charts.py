@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,16 +91,10 @@ class Drawing:
     layout: dict[str, Any]
 
     def json(self, revision: str = "") -> bytes:
-        """As plotly.js takes it. What a reader did to a chart (zoom, hidden lines) stays as long as `revision` does."""
-        named: Counter[str] = Counter()
-        data = []
-        for trace in self.traces:
-            name = re.sub(r"[^A-Za-z0-9]", "_", str(trace.get("name", "")))  # plotly.js makes a class of it
-            named[name] += 1
-            data.append({key: _plain(value) for key, value in trace.items()} | {"uid": f"t{name}_{named[name]}"})
-        return orjson.dumps(
-            {"data": data, "layout": _plain(self.layout) | {"uirevision": revision}}, option=orjson.OPT_SERIALIZE_NUMPY
-        )
+        """As chart.js takes it. What a reader did to a chart (zoom, hidden lines) stays as long as `revision` does."""
+        data = [{name: _plain(value) for name, value in trace.items()} for trace in self.traces]
+        sent = {"data": data, "layout": _plain(self.layout), "revision": revision}
+        return orjson.dumps(sent, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def figure(self) -> go.Figure:
         """The same as a figure of Plotly, each property checked. Raises ValueError for one that Plotly does not have."""
@@ -301,10 +293,16 @@ def _times(view: View) -> dict[str, Any]:
 MARKED = 60
 
 
-def _hover(unit: str, factor: float) -> str:
-    """Hover text of values in `unit` drawn with `factor`, by the browser: a text for each point would be most of what a page sends."""
+def _hover(unit: str, factor: float, largest: float) -> str:
+    """Hover text of values up to `largest` in `unit`, drawn with `factor`, by the browser: a text for each point would be most of what a page
+    sends."""
     name = {found: name for found, name in axis_units(unit)}[factor]
-    return f"%{{y:,.5~r}} {name}"
+    return f"%{{y:{_digits(factor * largest)}}} {name}"
+
+
+def _digits(largest: float) -> str:
+    """d3 format of five digits; of whole thousands there are more to tell."""
+    return ",.8~r" if largest >= 1e4 else ",.5~r"
 
 
 def lines(data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()) -> Drawing:
@@ -328,7 +326,7 @@ def lines(data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False,
             "scatter",
             **_times(frame.view), y=values * factor, name=readable(name), mode="lines",
             line={"color": colour, "width": 1.8}, legendgroup=name,
-            hovertemplate=_hover(unit, factor), showlegend=len(names) > 1,
+            hovertemplate=_hover(unit, factor, largest), showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
             sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(colour, 0.10)}
@@ -358,7 +356,7 @@ def _earlier_line(
         "scatter",
         **_times(frame.view), y=values * factor, mode="lines",
         name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
-        hovertemplate=_hover(unit, factor), showlegend=name == "total",
+        hovertemplate=_hover(unit, factor, float(values.max())), showlegend=name == "total",
     )  # fmt: skip
 
 
@@ -396,7 +394,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
                 x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
                 stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0 and name in told, mode="lines",
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
-                hovertemplate=_hover(unit, factor),
+                hovertemplate=_hover(unit, factor, largest),
             )  # fmt: skip
     if total is not None:
         _earlier_line(sheet, frame, total, unit, factor, "total", GREY)
@@ -527,6 +525,7 @@ def forecast(
     view, widest = frame.view, bands[max(bands)]
     tops = [float(top.max()) for top in (came["value"], past[median], ahead[widest[1]]) if len(top)]
     factor = _value_axis(sheet, unit, max(tops, default=0.0), frame.lines, bounded)
+    hover = _hover(unit, factor, max(tops, default=0.0))
 
     def middle(times: pd.Series | pd.DatetimeIndex) -> pd.DatetimeIndex:
         return shown(pd.DatetimeIndex(times) - pd.Timedelta(minutes=5), view.zone)
@@ -541,7 +540,8 @@ def forecast(
 
     def centre(data: pd.DataFrame, name: str, **look: Any) -> None:
         ends = np.column_stack([data[column] * factor for column in widest])
-        said = f"{_hover(unit, factor)} (%{{customdata[0]:,.5~r}} to %{{customdata[1]:,.5~r}})"
+        digits = _digits(factor * max(tops, default=0.0))
+        said = f"{hover} (%{{customdata[0]:{digits}}} to %{{customdata[1]:{digits}}})"
         sheet.add(
             "scatter",
             x=middle(data["time"]), y=data[median] * factor, name=name, customdata=ends, hovertemplate=said, **look
@@ -556,7 +556,7 @@ def forecast(
             "scatter",
         x=shown(pd.DatetimeIndex(means.index), view.zone), y=means * factor, name="measured", legendgroup="measured",
         mode="lines+markers" if len(means) <= MARKED else "lines",
-        line={"color": BLUE, "width": 1.8}, marker={"size": 3}, hovertemplate=_hover(unit, factor),
+        line={"color": BLUE, "width": 1.8}, marker={"size": 3}, hovertemplate=hover,
     )  # fmt: skip
     if len(means) > MARKED:
         _lonely(sheet, means * factor, frame, BLUE, "measured")

@@ -24,15 +24,20 @@ ENGINES = BY_NAME["_".join(catalog.ENGINE.labels) + ":kvscope_engine:sum"]
 MAX_MARKS = 40
 
 
-@shared
 def happened(source: SeriesSource, view: View) -> tuple[Mark, ...]:
     """Deploys and incidents of the view, oldest first; none that the source cannot tell."""
     marks: list[Mark] = []
-    with contextlib.suppress(StoreError):  # the page says itself when its source fails
-        marks += deploys(source, view)
-        fired = source.alerts(view.start, view.end, view.model)
-        marks += burns(source, view) if fired is None else incidents(fired)
+    for told in (deploys, _troubles):
+        with contextlib.suppress(StoreError):  # the page says itself when its source fails
+            marks += told(source, view)
     return tuple(sorted(marks, key=lambda mark: mark.start)[-MAX_MARKS:])
+
+
+@shared
+def _troubles(source: SeriesSource, view: View) -> list[Mark]:
+    """Alerts that fired, or what an alert would have fired for where none are evaluated."""
+    fired = source.alerts(view.start, view.end, view.model)
+    return burns(source, view) if fired is None else incidents(fired)
 
 
 def incidents(fired: Sequence[Fired]) -> list[Mark]:
@@ -91,6 +96,7 @@ def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
+@shared
 def deploys(source: SeriesSource, view: View) -> list[Mark]:
     """The moments inside the view at which an engine appeared that differs from those before in version or setting."""
     step = max(view.step, 60.0)

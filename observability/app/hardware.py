@@ -5,7 +5,7 @@ Signals of GPUs carry no model: a GPU is of a host, whatever is served on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,15 +75,14 @@ class GpuHealth:
 def gpus_over_time(source: SeriesSource, view: View, signal: Signal, by: str = "") -> pd.DataFrame:
     """Columns time, series, value: a series a GPU, or a GPU and value of the label `by`."""
     frame = source.range(signal.name, view.start, view.end, view.step, ANY)
-    return frame.assign(series=_series(frame, [by] if by else []))[["time", "series", "value"]]
+    return frame.assign(series=_series(frame, gpu_names(frame), [by] if by else []))[["time", "series", "value"]]
 
 
-def _series(frame: pd.DataFrame, more: Sequence[str] = ()) -> pd.Series:
+def _series(frame: pd.DataFrame, names: Mapping[tuple[str, str, str], str], more: Sequence[str] = ()) -> pd.Series:
     """The name of each row's GPU, with the values of the labels `more` after it."""
     labels = [*GPU_KEY, *more]
     group = frame.groupby(labels, observed=True, dropna=False).ngroup().to_numpy()
     _, first = np.unique(group, return_index=True)
-    names = gpu_names(frame)
     told = [
         " ".join([names[gpu, uuid, mig], *rest])
         for gpu, uuid, mig, *rest in frame.iloc[first][labels].astype(str).itertuples(index=False)
@@ -103,7 +102,7 @@ def memory_used(source: SeriesSource, view: View) -> pd.DataFrame:
         .dropna()
         .reset_index(name="value")
     )
-    return shares.assign(series=_series(shares))[["time", "series", "value"]]
+    return shares.assign(series=_series(shares, gpu_names(frame)))[["time", "series", "value"]]
 
 
 def gpu_names(frame: pd.DataFrame) -> dict[tuple[str, str, str], str]:

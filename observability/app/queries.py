@@ -231,8 +231,8 @@ def _changes(values: Callable[[Signal], tuple[np.ndarray, ...]]) -> list[Change]
         before, after = values(signal)
         if not len(before) or not len(after):
             continue
-        low, usual, high = np.percentile(before, (25, 50, 75)).tolist()
-        now = float(np.median(after))
+        low, high = np.percentile(before, (25, 75)).tolist()
+        usual, now = float(np.median(before)), float(np.median(after))
         spread = max(high - low, 0.01 * abs(usual))
         score = 0.0 if now == usual else abs(now - usual) / spread if spread else np.inf
         worse = None if bad_direction == 0 or now == usual else (now - usual) * bad_direction > 0

@@ -18,7 +18,7 @@ from scipy.optimize import isotonic_regression
 
 from observability.app import queries
 from observability.app.queries import REQUESTS, STEP_SHARE, quantile_signal
-from observability.app.view import View
+from observability.app.view import STEPS, View
 from observability.objectives import LatencyObjective
 from observability.signals import BY_NAME, WINDOW_SECONDS
 from observability.store.source import SeriesSource
@@ -73,7 +73,7 @@ def trend_view(view: View) -> View:
     """The view, from at least a day before its end on, with the step that a range of that length has."""
     if view.seconds >= LEAST_SECONDS:
         return view
-    return replace(view, start=view.end - LEAST_SECONDS, step=60.0)
+    return replace(view, start=view.end - LEAST_SECONDS, step=float(STEPS[int(LEAST_SECONDS)]))
 
 
 def moments(source: SeriesSource, view: View, objective: LatencyObjective) -> pd.DataFrame:

@@ -323,15 +323,7 @@ def _card(
         with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
             small = f"<small>{escape(unit)}</small>" if unit else ""
             st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-            menu = st.popover(
-                "", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture", key=f"menu-{key}", on_change="rerun"
-            )  # fmt: skip
-            if menu.open:  # what is in it is most of what a page would send
-                with menu:
-                    partly = _in_part(context, signals) if content.data is not None else ""
-                    _details(
-                        key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content
-                    )
+            _menu(context, key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
@@ -345,9 +337,29 @@ def _card(
         if content.below:
             st.html(content.below)
         if content.more[0]:
-            folded = st.expander(content.more[0], key=f"more-{key}", on_change="rerun")
-            if folded.open:
-                folded.markdown(content.more[1])
+            _folded(key, *content.more)
+
+
+# What is folded away is most of what a page would send, so it comes when it is opened; as fragments of their own, so that opening it reads
+# nothing again.
+
+
+@st.fragment
+def _menu(context: Context, key: str, note: str, signals: Sequence[Signal], content: Content) -> None:
+    menu = st.popover(
+        "", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture", key=f"menu-{key}", on_change="rerun"
+    )  # fmt: skip
+    if menu.open:
+        with menu:
+            partly = _in_part(context, signals) if content.data is not None else ""
+            _details(key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content)
+
+
+@st.fragment
+def _folded(key: str, title: str, text: str) -> None:
+    part = st.expander(title, key=f"more-{key}", on_change="rerun")
+    if part.open:
+        part.markdown(text)
 
 
 def _details(key: str, note: str, signals: Sequence[Signal], content: Content) -> None:

@@ -13,9 +13,10 @@ import pandas as pd
 import plotly
 import pytest
 
-from observability.app import charts, settings, sources
+from observability.app import charts, charts_trends, settings, sources
 from observability.app.derived import shared
 from observability.app.sources import CachedSource
+from observability.app.trends import Curve
 from observability.app.view import View
 from observability.errors import StoreError
 from observability.store.source import SeriesSource
@@ -46,10 +47,38 @@ def test_what_is_sent_holds_the_same_numbers_times_and_gaps() -> None:
     assert [pd.Timestamp(each) for each in first["x"]] == list(times)
     assert second["y"]["shape"] == "1, 2"
     assert second["marker"]["size"] == [3, 4]
-    assert first["uid"] != second["uid"]
-    assert re.fullmatch(r"\w+", first["uid"]), "plotly.js makes a class name of it"
     assert pd.Timestamp(sent["layout"]["shapes"][0]["x0"]) == times[1]
-    assert sent["layout"]["uirevision"] == "1h"
+    assert sent["revision"] == "1h"
+
+
+def test_figures_of_other_pages_have_only_properties_that_plotly_knows() -> None:
+    ages = pd.DataFrame({"pool": "exact", "age": [1.0, 10.0], "value": [0.5, 0.25]})
+    charts.survival(ages).figure()
+    charts.run_bars(pd.DataFrame({"label": ["1"], "length": ["1"], "runs": [3.0]})).figure()
+    charts.hit_bars(
+        pd.DataFrame({"length_bucket": ["0-2K"], "queried": 9.0, "hittable": 8.0, "hit": 4.0, "hit_of_queried": 4 / 9, "hit_of_hittable": 0.5})
+    ).figure()  # fmt: skip
+    charts.reliability(pd.DataFrame({"said": [0.1], "came": [0.2], "n": [40]}), 200).figure()
+    points = pd.DataFrame(
+        {"time": pd.to_datetime([0, 300], unit="s", utc=True), "load": [1.0, 2.0], "latency": [0.2, 0.3]}
+    )
+    curve = Curve(points, *(np.array([1.0, 2.0]) for _ in range(4)), None, "too few", None)
+    charts_trends.latency_against_load(curve, VIEW, charts.Line(0.8, "800 ms"), 200).figure()
+
+
+def test_points_that_would_cover_each_other_are_drawn_once_and_no_cell_is_lost() -> None:
+    rng = np.random.default_rng(0)
+    points = pd.DataFrame({"load": rng.random(5000) * 10, "latency": rng.random(5000)})
+    kept = charts_trends._apart(points, 1.0, 0.1)
+    cells = {(int(x), int(y * 10)) for x, y in zip(points["load"], points["latency"], strict=True)}
+    assert len(kept) == len(cells)
+
+
+@pytest.mark.parametrize(("values", "text"), [([131072.0, 5.0], ",.8~r"), ([0.25, 0.5], ",.5~r"), ([9999.0], ",.5~r")])
+def test_hover_has_digits_enough_for_whole_blocks(values: list[float], text: str) -> None:
+    data = pd.DataFrame({"time": VIEW.times[: len(values)], "value": values})
+    (trace, *_) = charts.lines(data, "blocks", charts.Frame(VIEW)).traces
+    assert text in trace["hovertemplate"]
 
 
 def test_a_figure_with_an_unknown_property_is_refused_in_tests() -> None:

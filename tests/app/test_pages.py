@@ -203,8 +203,10 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
     plot = browser.driver.find_element(By.CSS_SELECTOR, ".st-key-card-evictions .nsewdrag")
     run("arguments[0].scrollIntoView({block: 'center'})", plot)
     drag = ActionChains(browser.driver).move_to_element_with_offset(plot, -60, 0).click_and_hold()
-    drag.move_by_offset(60, 0).move_by_offset(60, 0).release().perform()
+    drag.move_by_offset(60, 0).move_by_offset(60, 0).release()
     spans = f"return {CHART}._fullLayout.xaxis.range.map(t => new Date(t).getTime())"
+    whole = run(spans)
+    drag.perform()
     wait_for(lambda: np.ptp(run(spans)) < 3000e3, 10, "the chart shows what was dragged over")
     dragged = run(spans)
     run(f"{HIT}.querySelector('.legendtoggle').dispatchEvent(new MouseEvent('mousedown'))")
@@ -231,3 +233,12 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
     wait_for(lambda: run(f"return {CHART}._fullData[0].x0 !== window.lastTime"), 120, "the chart goes on")
     assert run(spans) == dragged, "the zoom is kept"
     assert run(hidden) == named, "what was hidden is kept"
+    ActionChains(browser.driver).double_click(
+        browser.driver.find_element(By.CSS_SELECTOR, ".st-key-card-evictions .nsewdrag")
+    ).perform()
+    wait_for(lambda: np.ptp(run(spans)) == 3600e3, 10, "a double click shows the whole range")
+    assert run(spans)[1] > whole[1], "of now, not of when the chart was first drawn"
+    height = run(f"return {CHART}._fullLayout.yaxis.range")
+    top = run(f"return Math.max(...{CHART}._fullData[0].y.filter(Number.isFinite))")
+    assert height[0] == 0
+    assert height[1] >= top

@@ -72,7 +72,10 @@ def test_both_sides_are_what_a_replay_of_the_same_load_gives(answered: Job) -> N
 
 def test_the_words_on_the_page_are_the_answers_numbers(answered: Job) -> None:
     assert answered.answer is not None
-    told = latency(answered.answer, TTFT).html
+    card = latency(answered.answer, TTFT)
+    told = card.html
+    assert card.figure is not None
+    card.figure.figure()  # Plotly checks each property
     before, after = (answered.answer[side]["latency"]["ttft"]["p99"] for side in ("before", "after"))
     assert f"{quantity(before, 'seconds')} → {quantity(after, 'seconds')}" in told
 

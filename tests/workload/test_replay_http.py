@@ -40,6 +40,7 @@ class Script:
 
     by_number: Callable[[int], str] = lambda n: "ok"
     gap: float = 0.02
+    first: float = 0.0  # seconds that the first token takes longer
     usage: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[float]] = field(default_factory=list)  # times of the tokens of each body, by this server's clock
@@ -72,7 +73,7 @@ def make_app(script: Script) -> Starlette:
             tokens = body["max_tokens"]
             step = 2 if how == "pairs" else 1
             for i in range(0, tokens, step):
-                await asyncio.sleep(30.0 if how == "silent" else script.gap)
+                await asyncio.sleep(30.0 if how == "silent" else script.gap + (0.0 if i else script.first))
                 if how == "cut" and i == 1:
                     return
                 if how == "error" and i == 1:
@@ -122,7 +123,7 @@ def load(n: int, every: float = 0.0, tokens: int = 4, prompt: int = 600) -> list
 
 def test_latencies_tokens_and_hits_are_what_the_server_gave() -> None:
     """Against the server's own clock: it saw each request a little later and each token a little earlier than the client."""
-    script = Script(gap=0.3)
+    script = Script(gap=0.2, first=0.7)
     with serving(script) as url:
         result = replay_http(load(4, every=0.1), HttpSettings(url))
     assert result.clock == "real"
@@ -134,14 +135,14 @@ def test_latencies_tokens_and_hits_are_what_the_server_gave() -> None:
     assert total is not None
     assert itl is not None
     began = [body["at"] for body in script.bodies]
-    near = 0.25  # of seconds a busy machine may take for a socket; the three latencies differ by more
+    near = 0.25  # of seconds a busy machine may take for a socket; first and last token are further apart
     firsts = sorted(sent[0] - at for sent, at in zip(script.sent, began, strict=True))
     assert firsts[0] <= ttft["max"] < firsts[-1] + near
     wholes = sorted(sent[-1] - at for sent, at in zip(script.sent, began, strict=True))
     assert wholes[0] <= total["max"] < wholes[-1] + near
     gaps = [later - sooner for sent in script.sent for sooner, later in itertools.pairwise(sent)]
     assert itl["count"] == len(gaps) == 4 * 3
-    assert itl["p50"] == pytest.approx(np.median(gaps), abs=near)
+    assert itl["p50"] == pytest.approx(np.median(gaps), rel=0.3)
     ended = max(sent[-1] for sent in script.sent)
     assert ended - began[0] == pytest.approx(result.duration_seconds, abs=near)
     assert (result.prompt_tokens, result.generated_tokens) == (2400, 16)
