@@ -323,7 +323,8 @@ def _card(
         with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
             small = f"<small>{escape(unit)}</small>" if unit else ""
             st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-            _menu(context, key, note, signals, content)
+            with st.container(width="content"):  # else the fragment would take half of the line
+                _menu(context, key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)

@@ -95,6 +95,20 @@ def test_the_chart_library_is_kept_by_browsers_and_charts_say_what_they_answer(n
     assert all(named)
 
 
+def test_menus_stand_at_the_right_of_their_card_and_leave_the_question_its_room(now_page: Browser) -> None:
+    gaps = now_page.driver.execute_script(
+        """return [...document.querySelectorAll('[class*="st-key-card-"]')].map(card => {
+          const menu = card.querySelector('[data-testid=stPopover] button').getBoundingClientRect();
+          const text = card.querySelector('h3.question');
+          return [card.getBoundingClientRect().right - menu.right, menu.left - text.getBoundingClientRect().right];
+        })"""
+    )
+    assert len(gaps) == 10
+    for edge, beside in gaps:
+        assert 0 <= edge < 20, gaps
+        assert -1 <= beside < 20, gaps
+
+
 def test_hover_says_the_value_and_its_unit(now_page: Browser) -> None:
     said = now_page.driver.execute_script(
         """const gd = document.querySelector('.st-key-card-kv-usage .js-plotly-plot');
