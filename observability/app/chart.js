@@ -50,13 +50,14 @@ const draw = async (Plotly, chart) => {
   const width = place.clientWidth;
   if (!width || !place.isConnected) return; // hidden: drawn when it has a size
   chart.width = width;
-  const { data, layout } = JSON.parse(chart.text);
+  const { data, layout } = chart.figure ?? JSON.parse(chart.text); // anew each time: Plotly changes what it draws
+  chart.figure = undefined;
   if (chart.drawn !== revision) chart.zoom = undefined;
   const hidden = new Set(chart.drawn === revision ? (place._fullData ?? []).filter((trace) => trace.visible === "legendonly").map(group) : []);
   for (const trace of data) if (hidden.has(group(trace))) trace.visible = "legendonly";
   chart.sent = ranges(layout);
   chart.drawn = revision;
-  await Plotly.react(place, data, { ...layout, uirevision: ++draws, width, template: template(place) }, CONFIG);
+  await Plotly.react(place, data, { ...layout, uirevision: ++draws, width, template: JSON.parse(chart.theme) }, CONFIG);
   if (!charts.has(place)) return; // the reader left meanwhile
   if (!chart.followed) follow(chart);
   if (chart.zoom) await Plotly.relayout(place, chart.zoom);
@@ -130,9 +131,9 @@ export default ({ data, parentElement }) => {
   const text = new TextDecoder().decode(data);
   const theme = JSON.stringify(template(place));
   if (chart.text === text && chart.theme === theme) return leave;
-  const { layout, revision } = JSON.parse(text);
-  Object.assign(chart, { text, theme, revision });
-  place.style.height = `${layout.height}px`;
+  const figure = JSON.parse(text);
+  Object.assign(chart, { text, theme, figure, revision: figure.revision });
+  place.style.height = `${figure.layout.height}px`;
   ask(chart);
   return leave;
 };

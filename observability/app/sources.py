@@ -38,28 +38,38 @@ def _opened(spec: str) -> SeriesSource:
     return open_source(spec)
 
 
-class _Read(Generic[_T]):
-    """A read that all viewers share for `ttl` seconds; of `most` different ones. Errors are not kept. What is kept is not copied for each
-    reader: `CachedSource` hands out frames that change apart from each other."""
+class _Kept(Generic[_T]):
+    """Values that all viewers share for `ttl` seconds; `most` of them. They are not copied for each reader: `CachedSource` hands out frames
+    that change apart from each other."""
 
-    def __init__(self, name: str, ttl: float, most: int, read: Callable[..., _T]) -> None:
-        self.name, self._read = name, read
-        self._kept: TTLCache[tuple[Hashable, ...], _T] = TTLCache(most, ttl)
+    def __init__(self, ttl: float, most: int, timer: Callable[[], float] = time.monotonic) -> None:
+        self._kept: TTLCache[tuple[Hashable, ...], _T] = TTLCache(most, ttl, timer)
         self._lock = threading.Lock()
 
-    def known(self, *arguments: Hashable) -> tuple[_T] | None:
-        """What was read of `arguments`, the source's text first; None: nothing, or too long ago."""
+    def known(self, *key: Hashable) -> tuple[_T] | None:
+        """What is kept under `key`, the source's text first; None: nothing, or from too long ago."""
         with self._lock:
             try:
-                return (self._kept[arguments],)
+                return (self._kept[key],)
             except KeyError:  # asked for once: between two looks it could expire
                 return None
 
-    def __call__(self, spec: str, *arguments: Hashable) -> _T:
-        value = self._read(_opened(spec), *arguments)
+    def keep(self, value: _T, *key: Hashable) -> _T:
+        """Keeps `value` under `key`, and gives it back."""
         with self._lock:
-            self._kept[spec, *arguments] = value
+            self._kept[key] = value
         return value
+
+
+class _Read(_Kept[_T]):
+    """A read of a source whose answers are kept; errors are not."""
+
+    def __init__(self, name: str, ttl: float, most: int, read: Callable[..., _T]) -> None:
+        super().__init__(ttl, most)
+        self.name, self._read = name, read
+
+    def __call__(self, spec: str, *arguments: Hashable) -> _T:
+        return self.keep(self._read(_opened(spec), *arguments), spec, *arguments)
 
 
 _RANGE = _Read(
@@ -88,8 +98,7 @@ def _unix_time_of_newest(source: SeriesSource) -> float | None:
 
 
 #: What pages worked out of reads; a key has the view in it, which moves on.
-_DERIVED: TTLCache[tuple[Hashable, ...], object] = TTLCache(300, TTL)
-_DERIVED_LOCK = threading.Lock()
+_DERIVED: _Kept[object] = _Kept(TTL, 300)
 
 _NEWEST = _Read("newest", STATE_TTL, 10, _unix_time_of_newest)
 
@@ -172,13 +181,8 @@ class CachedSource:
         """What `work` gave under `key`, for a viewer within TTL seconds; not of a source that is not asked, whose reads are older."""
         if self._offline is not None:
             return work()
-        with _DERIVED_LOCK:
-            if (self.spec, key) in _DERIVED:
-                return _DERIVED[self.spec, key]
-        value = work()
-        with _DERIVED_LOCK:
-            _DERIVED[self.spec, key] = value
-        return value
+        known = _DERIVED.known(self.spec, key)
+        return known[0] if known is not None else _DERIVED.keep(work(), self.spec, key)
 
     def freshness(self) -> float | None:
         newest = self._asked(_NEWEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_viewers_of_one_source_share_what_is_worked_out_of_it(
     counted: tuple[Callable[[SeriesSource, View], int], list[View]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, seen = counted
-    monkeypatch.setattr(sources, "_DERIVED", {})
+    monkeypatch.setattr(sources, "_DERIVED", sources._Kept(60.0, 10))
     one, other = CachedSource("one.sqlite"), CachedSource("other.sqlite")
     assert [work(one, VIEW), work(CachedSource("one.sqlite"), VIEW), work(other, VIEW)] == [1, 1, 2]
     assert work(one, VIEW.earlier(60.0)) == 3
@@ -114,7 +115,7 @@ def test_viewers_of_one_source_share_what_is_worked_out_of_it(
 
 
 def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_DERIVED", {})
+    monkeypatch.setattr(sources, "_DERIVED", sources._Kept(60.0, 10))
     answers = iter([StoreError("gone", next_step="wait"), 7])
 
     @shared
@@ -127,3 +128,11 @@ def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError):
         work(CachedSource("one.sqlite"), VIEW)
     assert work(CachedSource("one.sqlite"), VIEW) == 7
+
+
+def test_what_expires_while_it_is_asked_for_is_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a second later."""
+    monkeypatch.setattr(sources, "_DERIVED", sources._Kept(1.5, 10, itertools.count().__next__))
+    source = CachedSource("one.sqlite")
+    for number in range(20):
+        assert source.derived("key", lambda number=number: number) in (number, number - 1)  # type: ignore[misc]
