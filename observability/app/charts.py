@@ -117,8 +117,9 @@ def _plain(value: Any) -> Any:
         return np.datetime_as_string(value, unit="ms").tolist()
     if value.dtype.kind != "f":
         return value.tolist()
-    numbers = np.ascontiguousarray(value, dtype="<f8")
-    packed = {"dtype": "f8", "bdata": base64.b64encode(numbers.tobytes()).decode()}
+    dtype = "f4" if value.dtype == np.float32 else "f8"
+    numbers = np.ascontiguousarray(value, dtype=f"<{dtype}")
+    packed = {"dtype": dtype, "bdata": base64.b64encode(numbers.tobytes()).decode()}
     return packed if value.ndim == 1 else packed | {"shape": ", ".join(map(str, value.shape))}
 
 
@@ -410,7 +411,7 @@ def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> Drawing:
     wide = wide.reindex(index=list(catalog.REGION_LABELS), columns=view.times)
     sheet.add(
             "heatmap",
-        x=shown(view.times, view.zone), y=list(wide.index), z=wide.to_numpy() * 100,
+        **_times(view), y=list(wide.index), z=(wide.to_numpy() * 100).astype(np.float32),  # shown with three digits
         zmin=0, zmax=100, colorscale="Cividis", hoverongaps=False,
         colorbar={"thickness": 8, "ticksuffix": "%", "outlinewidth": 0, "nticks": 3, "tickfont": {"size": 10}, "xpad": 4},
         hovertemplate=f"region %{{y}}, %{{x}}<br>{title} %{{z:.1f}} %<extra></extra>",

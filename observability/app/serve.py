@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 from collections.abc import Sequence
@@ -44,6 +46,14 @@ async def _plotly(request: Request) -> FileResponse:
     )
 
 
+def _settle() -> None:
+    """Loads the pages, and takes what is loaded by now out of garbage collection: Streamlit collects after each run of a script, and looking
+    through all the libraries would hold up what that run sends for a tenth of a second."""
+    importlib.import_module("observability.app.pages")
+    gc.collect()
+    gc.freeze()
+
+
 def serve(
     source: str, host: str, port: int, *, endpoints: Sequence[str] = (), tls: Tls | None = None, access: Access | None = None,
     trace_url: str = "",
@@ -78,4 +88,5 @@ def serve(
         signal.SIGINT,
     ):  # raised again once the server has ended: that is how it is told to, not a failure
         signal.signal(each, lambda *_: None)
+    _settle()
     app.run(config={name.replace("_", "."): value for name, value in settings.options(host, port, tls).items()})

@@ -320,11 +320,9 @@ def _card(
         log.exception("card %s failed", key)
         content, failed = Content(), "This card failed; the log of the app has the reason. The others go on."
     with st.container(border=True, key=f"card-{key}"):
-        with st.container(key=f"head-{key}", horizontal=True, vertical_alignment="center", gap="small"):
-            small = f"<small>{escape(unit)}</small>" if unit else ""
-            st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-            with st.container(width="content"):  # else the fragment would take half of the line
-                _menu(context, key, note, signals, content)
+        small = f"<small>{escape(unit)}</small>" if unit else ""
+        st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
+        _menu(context, key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
