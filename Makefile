@@ -14,8 +14,8 @@ help: ## list the targets
 demo: $(VENV)/.ready-demo ## a real model under load, exporter, store, forecasts and app on this machine; Ctrl-C stops all
 	@$(BIN)/kvscope demo
 
-test: $(VENV)/.ready-test ## every test, two files at a time and last what wants the machine for itself; those that need a missing server say so (and fail where CI is set)
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 20 -m "not alone"
+test: $(VENV)/.ready-test ## every test, three files at a time (many wait for servers and browsers) and last what wants the machine for itself; those that need a missing server say so (and fail where CI is set)
+	@$(BIN)/pytest --numprocesses 3 --dist loadfile --durations 20 -m "not alone"
 	@$(BIN)/pytest -m alone
 
 test-vllm: $(VENV)/.ready-test $(VLLM)/.ready ## the plug-in inside a real vLLM on this CPU, under load; installs about 4 GB

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,11 +106,16 @@ class Layout:
         return np.array(out, dtype=np.float64)
 
     def samples(self, published: Published | None) -> list[FamilySamples]:
-        """One reading as rows by family, in catalogue order; families without a row are left out."""
+        """One reading as `rows` of it."""
+        return self.rows(chain.from_iterable(block.read(published) for block in self.blocks))
+
+    def rows(self, values: Iterable[float]) -> list[FamilySamples]:
+        """One reading (a value for each series) as rows by family, in catalogue order; families without a row are left out."""
         found: dict[str, list[Row]] = {}
+        left = iter(values)
         for block in self.blocks:
             rows = found.setdefault(block.family.name, [])
-            read = zip(block.rows, block.read(published), strict=True)
+            read = zip(block.rows, left, strict=False)  # takes as many as the block has rows
             if block.exemplars is None:
                 rows += [Row(suffix, labels, value) for (suffix, labels), value in read if value == value]  # not NaN
                 continue

@@ -14,13 +14,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from observability.errors import StoreError
 from observability.store import embedded
 from observability.store.embedded import EmbeddedStore, SignalBlock
 from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Breach, Forecast
 from observability.store.open import open_source
-from observability.store.source import SeriesSource
+from observability.store.source import LOOKBACK_SECONDS, SeriesSource
 
 REQUESTS = "model:kvscope_requests_received:rate5m"
 OUTCOMES = "model_outcome:kvscope_requests:rate5m"
@@ -324,3 +326,27 @@ def test_a_store_of_version_1_keeps_its_forecasts_and_gains_the_new_columns(stor
     added = store.stored_forecasts(REQUESTS, {}, "prophet")[-1]
     assert (added.stretch, added.breaches) == (1.25, (limit,))
     assert (limit.chance, limit.seconds_until(), limit.seconds_until(0.9)) == (0.6, 2400.0, None)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    at=st.lists(st.integers(0, 4000), min_size=1, max_size=40, unique=True),
+    absent=st.sets(st.integers(0, 39)),
+    start=st.integers(-400, 4200),
+    step=st.integers(1, 700),
+    count=st.integers(1, 60),
+)
+def test_a_read_gives_at_each_time_the_newest_row_within_the_lookback(
+    tmp_path: Path, at: list[int], absent: set[int], start: int, step: int, count: int
+) -> None:
+    path = tmp_path / "any.sqlite"
+    path.unlink(missing_ok=True)
+    store = embedded.create(path)
+    values = np.array([[np.nan if place in absent else 10.0 * place, float(place)] for place in range(len(at))])
+    store.append_blocks({REQUESTS: SignalBlock(NOW + np.array(at), [{"model": "a"}, {"model": "b"}], values)})
+    wanted = []
+    for asked in range(start, start + step * count, step):
+        before = [each for each in at if asked - LOOKBACK_SECONDS <= each <= asked]
+        if before and at.index(max(before)) not in absent:
+            wanted.append((NOW + asked, 10.0 * at.index(max(before))))
+    assert read(store, NOW + start, NOW + start + step * (count - 1), step, model="a") == wanted

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from exporters.process import ExporterProcess, start_exporter_process
+from exporters.mirror import Far, MirroredColumns
+from exporters.process import Columns, ExporterProcess, _Known, start_exporter_process
 from exporters.text import render
 from exporters.together import Together
 from observability import catalog as c
@@ -125,3 +126,20 @@ def test_it_ends_with_an_engine_that_is_killed() -> None:
             return
         time.sleep(0.05)
     pytest.fail("the endpoint still answers")
+
+
+def test_a_mirror_gives_the_rows_that_its_recorder_gives() -> None:
+    bench, known = busy(), _Known()
+
+    class Near(Far):
+        def __init__(self) -> None: ...
+
+        def ask(self, part: int, blocks: int = 0) -> Columns:
+            return known.read(bench.t, blocks)
+
+    mirror = MirroredColumns(Near(), 0)
+    for turn in range(2):
+        span = bench.submit(tenant=f"tenant-{turn}")
+        span.exemplar = (("trace_id", f"{turn:032x}"),)
+        bench.serve(span)
+        assert mirror.snapshot() == bench.t.snapshot()
