@@ -270,14 +270,21 @@ def _value_axis(sheet: Sheet, unit: str, largest: float, lines: Sequence[Line], 
     return factor
 
 
-def on_grid(frame: pd.DataFrame, view: View) -> pd.Series:
-    """`value` by time on the grid of the view, NaN where the source has no row, so that lines break at gaps."""
-    times, values = unix_seconds(frame["time"]), frame["value"].to_numpy(dtype=float)
+def _on_grid(data: pd.DataFrame, view: View, names: pd.Series, *, adding: bool = False) -> dict[str, np.ndarray]:
+    """`value` by name on the grid of the view, NaN where the source has no row, so that lines break at gaps. `names`: one for each row. Of two
+    rows of one name and time the later counts; with `adding` they add up."""
+    codes, found = pd.factorize(names)
+    times, values = unix_seconds(data["time"]), data["value"].to_numpy(dtype=float)
     place = (times - view.start) / view.step
     there = (np.abs(place - place.round()) < 1e-3) & (times >= view.start) & (times <= view.end)
-    out = np.full(len(view.times), np.nan)
-    out[place[there].round().astype(int)] = values[there]
-    return pd.Series(out, index=view.times, name="value")
+    out = np.full((len(found), len(view.times)), np.nan)
+    at = codes[there], place[there].round().astype(int)
+    if adding:
+        out[at] = 0.0
+        np.add.at(out, at, values[there])
+    else:
+        out[at] = values[there]
+    return dict(zip(found, out, strict=True))
 
 
 @functools.lru_cache(64)
@@ -309,47 +316,46 @@ def _digits(largest: float) -> str:
 def lines(data: pd.DataFrame, unit: str, frame: Frame, *, bounded: bool = False, order: Sequence[str] = ()) -> Drawing:
     """One line a series. `data`: time, value and optionally series. `bounded`: the axis ends at 1 (shares)."""
     sheet = Sheet(frame.height, hovermode="x unified")
-    if "series" not in data:
-        data = data.assign(series="")
     past = frame.earlier.data if frame.earlier is not None and len(frame.earlier.data) else data.iloc[:0]
-    if "series" not in past:
-        past = past.assign(series="")
+    found, before = (
+        _on_grid(rows, frame.view, rows["series"] if "series" in rows else pd.Series("", rows.index))
+        for rows in (data, past)
+    )
     largest = max(float(rows["value"].max()) for rows in (data, past) if len(rows))
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded)
-    present = data["series"].unique()
-    names = [name for name in order if name in present] or sorted(present)
+    names = [name for name in order if name in found] or sorted(found)
     for i, name in enumerate(names):
-        if len(before := past[past["series"] == name]):
-            colour = COLOURS.get(name, SERIES[i % len(SERIES)]) if len(names) > 1 else GREY
-            _earlier_line(sheet, frame, on_grid(before, frame.view), unit, factor, name, colour)
-        values, colour = on_grid(data[data["series"] == name], frame.view), COLOURS.get(name, SERIES[i % len(SERIES)])
+        colour = COLOURS.get(name, SERIES[i % len(SERIES)])
+        if name in before:
+            _earlier_line(sheet, frame, before[name], unit, factor, name, colour if len(names) > 1 else GREY)
+        values = found[name] * factor
         sheet.add(
             "scatter",
-            **_times(frame.view), y=values * factor, name=readable(name), mode="lines",
+            **_times(frame.view), y=values, name=readable(name), mode="lines",
             line={"color": colour, "width": 1.8}, legendgroup=name,
             hovertemplate=_hover(unit, factor, largest), showlegend=len(names) > 1,
         )  # fmt: skip
         if len(names) == 1:
             sheet.traces[-1] |= {"fill": "tozeroy", "fillcolor": faded(colour, 0.10)}
-        _lonely(sheet, values * factor, frame, colour, name)
+        _lonely(sheet, frame.view.times, values, frame, colour, name)
     _time_axis(sheet, frame)
     return sheet.figure()
 
 
-def _lonely(sheet: Sheet, values: pd.Series, frame: Frame, colour: str, group: str) -> None:
+def _lonely(sheet: Sheet, times: pd.DatetimeIndex, values: np.ndarray, frame: Frame, colour: str, group: str) -> None:
     """Dots where a value stands between gaps, which no line would show. A trace of their own: a browser takes a node for each marker of a
     trace, seen or not."""
-    gap = np.isnan(np.concatenate(([np.nan], values.to_numpy(), [np.nan])))
-    alone = values[~gap[1:-1] & gap[:-2] & gap[2:]]
-    if len(alone):
+    gap = np.isnan(np.concatenate(([np.nan], values, [np.nan])))
+    alone = ~gap[1:-1] & gap[:-2] & gap[2:]
+    if alone.any():
         sheet.add(
-            "scatter", x=shown(pd.DatetimeIndex(alone.index), frame.view.zone), y=alone, mode="markers", marker={"size": 4, "color": colour},
+            "scatter", x=shown(times[alone], frame.view.zone), y=values[alone], mode="markers", marker={"size": 4, "color": colour},
             legendgroup=group, showlegend=False, hoverinfo="skip",
         )  # fmt: skip
 
 
 def _earlier_line(
-    sheet: Sheet, frame: Frame, values: pd.Series, unit: str, factor: float, name: str, colour: str
+    sheet: Sheet, frame: Frame, values: np.ndarray, unit: str, factor: float, name: str, colour: str
 ) -> None:
     """A dotted line of what was at the same time of an earlier day."""
     assert frame.earlier is not None
@@ -357,7 +363,7 @@ def _earlier_line(
         "scatter",
         **_times(frame.view), y=values * factor, mode="lines",
         name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
-        hovertemplate=_hover(unit, factor, float(values.max())), showlegend=name == "total",
+        hovertemplate=_hover(unit, factor, float(np.nanmax(values))), showlegend=name == "total",
     )  # fmt: skip
 
 
@@ -370,30 +376,36 @@ def faded(colour: str, opacity: float) -> str:
 def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> Drawing:
     """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
     sheet = Sheet(frame.height, hovermode="x unified")
-    wide = data.pivot_table(index="time", columns="series", values="value", aggfunc="sum", observed=True)
-    present = [name for name in order if name in wide]
-    wide = wide[present]
+    view = frame.view
+    found = _on_grid(data, view, data["series"], adding=True)
+    present = [name for name in order if name in found]
+    parts = np.array([found[name] for name in present]).reshape(len(present), len(view.times))
+    measured = ~np.isnan(parts).all(axis=0)
+    parts = np.nan_to_num(parts)  # the others of a moment were measured: this one took no part in it
     total = None
     if frame.earlier is not None and len(frame.earlier.data) and not share:
-        past = frame.earlier.data.groupby("time")["value"].sum().reset_index()
-        total = on_grid(past, frame.view)
-    largest = max(float(wide.sum(axis=1).max()), 0.0 if total is None else float(total.max()))
+        past = frame.earlier.data
+        total = _on_grid(past, view, pd.Series("total", past.index), adding=True)["total"]
+    largest = max(float(parts.sum(axis=0).max()), 0.0 if total is None else float(np.nanmax(total)))
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded=share)
-    told = wide.columns[wide.max() >= 0.01 * largest]  # slivers are named on hover
-    times = wide.index.to_series()
-    piece = (times.diff() > pd.Timedelta(seconds=1.5 * frame.view.step)).cumsum()
-    for number, (_, part) in enumerate(wide.groupby(piece)):
-        at = pd.DatetimeIndex(part.index)
-        if len(part) == 1:  # an area needs two points to be seen
-            half = pd.Timedelta(seconds=frame.view.step / 4)
-            part, at = part.loc[[at[0], at[0]]], pd.DatetimeIndex([at[0] - half, at[0] + half])
+    (at,) = np.nonzero(measured)
+    for number, piece in enumerate(np.split(at, np.nonzero(np.diff(at) > 1)[0] + 1) if len(at) else ()):
+        place: dict[str, Any] = {"x": shown(view.times[piece], view.zone)}
+        if len(piece) == 1:  # an area needs two points to be seen
+            half = pd.Timedelta(seconds=view.step / 4)
+            place = {
+                "x": shown(pd.DatetimeIndex([view.times[piece[0]] - half, view.times[piece[0]] + half]), view.zone)
+            }
+            piece = piece.repeat(2)
+        elif len(piece) == len(view.times):
+            place = _times(view)
         for i, name in enumerate(present):
             colour = COLOURS.get(name, SERIES[i % len(SERIES)])
-            values = part[name].fillna(0.0)  # the others of this moment were measured: this one took no part in it
+            told = parts[i].max() >= 0.01 * largest  # slivers are named on hover
             sheet.add(
-            "scatter",
-                x=shown(at, frame.view.zone), y=values * factor, name=readable(name),
-                stackgroup=f"piece{number}", legendgroup=name, showlegend=number == 0 and name in told, mode="lines",
+                "scatter",
+                **place, y=parts[i][piece] * factor, name=readable(name),
+                stackgroup=f"piece{number}", legendgroup=name, showlegend=bool(number == 0 and told), mode="lines",
                 line={"width": 0.6, "color": colour}, fillcolor=faded(colour, 0.75),
                 hovertemplate=_hover(unit, factor, largest),
             )  # fmt: skip
@@ -407,11 +419,11 @@ def heatmap(data: pd.DataFrame, frame: Frame, *, title: str) -> Drawing:
     """Address regions (down) by time (across); `data`: time, region, value in 0..1. Unmeasured cells stay empty."""
     sheet = Sheet(frame.height)
     view = frame.view
-    wide = data.pivot_table(index="region", columns="time", values="value", aggfunc="last", observed=True)
-    wide = wide.reindex(index=list(catalog.REGION_LABELS), columns=view.times)
+    found, empty = _on_grid(data, view, data["region"]), np.full(len(view.times), np.nan)
+    cells = np.array([found.get(region, empty) for region in catalog.REGION_LABELS], dtype=np.float32)
     sheet.add(
             "heatmap",
-        **_times(view), y=list(wide.index), z=(wide.to_numpy() * 100).astype(np.float32),  # shown with three digits
+        **_times(view), y=list(catalog.REGION_LABELS), z=100 * cells,  # shown with three digits
         zmin=0, zmax=100, colorscale="Cividis", hoverongaps=False,
         colorbar={"thickness": 8, "ticksuffix": "%", "outlinewidth": 0, "nticks": 3, "tickfont": {"size": 10}, "xpad": 4},
         hovertemplate=f"region %{{y}}, %{{x}}<br>{title} %{{z:.1f}} %<extra></extra>",
@@ -560,7 +572,7 @@ def forecast(
         line={"color": BLUE, "width": 1.8}, marker={"size": 3}, hovertemplate=hover,
     )  # fmt: skip
     if len(means) > MARKED:
-        _lonely(sheet, means * factor, frame, BLUE, "measured")
+        _lonely(sheet, pd.DatetimeIndex(means.index), (means * factor).to_numpy(), frame, BLUE, "measured")
     if len(ahead):
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)
