@@ -122,6 +122,7 @@ def test_recorded_series_are_what_the_evaluator_gives_and_both_sources_answer_al
     target.up = target.both = True
     time.sleep(4)
     now = time.time()
+    time.sleep(2)  # a scrape that was under way has ended by then
 
     job = {"instance": target.address, "job": "engine"}
     scrapes: dict[float, dict[Key, float]] = {}
