@@ -16,26 +16,18 @@ const plotly = async () => {
   return window.Plotly;
 };
 
-const SAME = 250; // ms for which the theme is taken as it was: to ask costs a browser a look at the styles of the whole page, for each chart
-let theme = { at: -Infinity };
-
-// What charts take from the theme, light or dark.
+// What a chart takes from the theme, light or dark.
 const template = (place) => {
-  if (performance.now() - theme.at < SAME) return theme.template;
   const look = getComputedStyle(place);
   const [text, grid, background, font] = ["text-color", "border-color-light", "background-color", "font"].map((name) => look.getPropertyValue(`--st-${name}`));
   const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickcolor: grid, tickfont: { color: text, size: 10 } };
-  theme = {
-    at: performance.now(),
-    template: JSON.stringify({
-      layout: {
-        font: { color: text, family: font }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", xaxis: axis, yaxis: axis, margin: { pad: 4 },
-        hoverlabel: { bgcolor: background, bordercolor: grid, font: { color: text } }, legend: { font: { color: text } },
-      },
-      data: { scatter: [{ marker: { line: { width: 0 } } }], bar: [{ marker: { line: { width: 0 } } }] },
-    }),
+  return {
+    layout: {
+      font: { color: text, family: font }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", xaxis: axis, yaxis: axis, margin: { pad: 4 },
+      hoverlabel: { bgcolor: background, bordercolor: grid, font: { color: text } }, legend: { font: { color: text } },
+    },
+    data: { scatter: [{ marker: { line: { width: 0 } } }], bar: [{ marker: { line: { width: 0 } } }] },
   };
-  return theme.template;
 };
 
 const inSight = ({ place }) => {
@@ -137,7 +129,7 @@ export default ({ data, parentElement }) => {
     place.remove();
   };
   const text = new TextDecoder().decode(data);
-  const theme = template(place);
+  const theme = JSON.stringify(template(place));
   if (chart.text === text && chart.theme === theme) return leave;
   const figure = JSON.parse(text);
   Object.assign(chart, { text, theme, figure, revision: figure.revision });

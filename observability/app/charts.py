@@ -277,6 +277,7 @@ def _on_grid(data: pd.DataFrame, view: View, names: pd.Series, *, adding: bool =
     times, values = unix_seconds(data["time"]), data["value"].to_numpy(dtype=float)
     place = (times - view.start) / view.step
     there = (np.abs(place - place.round()) < 1e-3) & (times >= view.start) & (times <= view.end)
+    there &= (codes >= 0) & np.isfinite(values)
     out = np.full((len(found), len(view.times)), np.nan)
     at = codes[there], place[there].round().astype(int)
     if adding:
@@ -363,7 +364,7 @@ def _earlier_line(
         "scatter",
         **_times(frame.view), y=values * factor, mode="lines",
         name=f"{readable(name)} {frame.earlier.when}".strip(), line={"color": colour, "width": 1.3, "dash": "dot"},
-        hovertemplate=_hover(unit, factor, float(np.nanmax(values))), showlegend=name == "total",
+        hovertemplate=_hover(unit, factor, float(np.nanmax(values, initial=0.0))), showlegend=name == "total",
     )  # fmt: skip
 
 
@@ -386,7 +387,7 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
     if frame.earlier is not None and len(frame.earlier.data) and not share:
         past = frame.earlier.data
         total = _on_grid(past, view, pd.Series("total", past.index), adding=True)["total"]
-    largest = max(float(parts.sum(axis=0).max()), 0.0 if total is None else float(np.nanmax(total)))
+    largest = max(float(parts.sum(axis=0).max()), 0.0 if total is None else float(np.nanmax(total, initial=0.0)))
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded=share)
     (at,) = np.nonzero(measured)
     for number, piece in enumerate(np.split(at, np.nonzero(np.diff(at) > 1)[0] + 1) if len(at) else ()):

@@ -83,10 +83,10 @@ def serve(
         middleware=doors,
         routes=[Route(f"/kvscope/{settings.PLOTLY.name}", _plotly)],
     )
+    _settle()
     for each in (
         signal.SIGTERM,
         signal.SIGINT,
     ):  # raised again once the server has ended: that is how it is told to, not a failure
         signal.signal(each, lambda *_: None)
-    _settle()
     app.run(config={name.replace("_", "."): value for name, value in settings.options(host, port, tls).items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -110,12 +110,13 @@ class Layout:
         return self.rows(chain.from_iterable(block.read(published) for block in self.blocks))
 
     def rows(self, values: Iterable[float]) -> list[FamilySamples]:
-        """One reading (a value for each series) as rows by family, in catalogue order; families without a row are left out."""
+        """One reading (a value for each series) as rows by family, in catalogue order; families without a row are left out.
+        Raises ValueError where there are more or fewer values."""
         found: dict[str, list[Row]] = {}
         left = iter(values)
         for block in self.blocks:
             rows = found.setdefault(block.family.name, [])
-            read = zip(block.rows, left, strict=False)  # takes as many as the block has rows
+            read = zip(block.rows, islice(left, len(block.rows)), strict=True)
             if block.exemplars is None:
                 rows += [Row(suffix, labels, value) for (suffix, labels), value in read if value == value]  # not NaN
                 continue
@@ -124,6 +125,8 @@ class Layout:
                 exemplar = next(exemplars) if suffix == "_bucket" else None
                 if value == value:
                     rows.append(Row(suffix, labels, value, exemplar))
+        if any(True for _ in left):
+            raise ValueError("there are more values than series")
         return [FamilySamples(family, found[family.name]) for family in FAMILIES if found.get(family.name)]
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import streamlit
 
-from observability.app import settings
+from observability.app import serve, settings
 from observability.app.files import csv
 from observability.app.page_now import changes_table
 from observability.app.queries import Change
@@ -41,6 +44,22 @@ def test_a_port_in_use_is_named_with_the_next_step(store_path: Path) -> None:
     assert f"127.0.0.1:{port}" in done.stderr
     assert "choose another port" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_it_can_be_stopped_while_it_loads(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]
+) -> None:
+    """What takes long at the start comes before the signals are taken from Python for the server's own."""
+    taken: list[object] = []
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(serve, "_settle", lambda: taken.append({each: signal.getsignal(each) for each in before}))
+    monkeypatch.setattr(streamlit.App, "run", lambda *_, **__: None)
+    try:
+        serve.serve(str(store_path), "127.0.0.1", free_port())
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert taken == [before]
 
 
 def test_the_app_stays_local_and_reports_to_nobody() -> None:

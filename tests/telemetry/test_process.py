@@ -143,3 +143,10 @@ def test_a_mirror_gives_the_rows_that_its_recorder_gives() -> None:
         span.exemplar = (("trace_id", f"{turn:032x}"),)
         bench.serve(span)
         assert mirror.snapshot() == bench.t.snapshot()
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_reading_of_another_length_is_refused(change: int) -> None:
+    layout, values = busy().t.columns()
+    with pytest.raises(ValueError, match=r"zip|more values"):
+        layout.rows([*values.tolist(), 0.0][: len(values) + change])

@@ -196,8 +196,8 @@ def test_days_near_saturation_with_failures_and_restarts_leak_and_lose_nothing(t
     assert 0 < soak.lost < LIVES * 264, "what was in flight when the engine was killed, and no more than it can hold"
     assert all(moved > 0 for moved in soak.moved.values()), soak.moved
     assert len(soak.memory) >= HOURS - 1
-    # Histories are bounded, so what is kept levels off after the warm-up.
-    assert soak.memory[-1] - soak.memory[1] < 24 * 2**20
+    # Histories are bounded, so what is kept levels off once the load has been through its day: its first peak makes the process as large as it gets.
+    assert soak.memory[-1] - soak.memory[23 if HOURS >= 48 else 1] < (8 if HOURS >= 48 else 24) * 2**20
     # The rate that was recorded, added up, is what was sent: a new life is a reset, not a loss and not a surge.
     frame = soak.store.range(
         "model:kvscope_requests_received:rate5m", START + 300, START + HOURS * 3600.0, SCRAPE_SECONDS
