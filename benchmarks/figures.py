@@ -93,15 +93,18 @@ def keep(options: Any, rows: Sequence[Row], detail: Mapping[str, Any]) -> None:
     if options.json is None:
         return
     own = {"json", "began", "quick"}
+    paths = [value for name, value in vars(options).items() if isinstance(value, Path) and name not in own]
     began, load = options.began
     run = {
         "benchmark": Path(sys.argv[0]).stem,
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_shown(sys.argv[1:])]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_shown(sys.argv[1:], paths)]),
         "quick": options.quick,
         "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - began, 1),
         "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
-        "settings": {name: value for name, value in vars(options).items() if name not in own},
+        "settings": {
+            name: value.name if value in paths else value for name, value in vars(options).items() if name not in own
+        },
         "machine": machine(),
         "rows": [asdict(row) for row in rows if math.isfinite(row.value)],
         "detail": detail,
@@ -109,8 +112,8 @@ def keep(options: Any, rows: Sequence[Row], detail: Mapping[str, Any]) -> None:
     options.json.write_text(json.dumps(run, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def _shown(arguments: list[str]) -> list[str]:
-    """Without --json: where the figures went is no part of how they came about."""
+def _shown(arguments: list[str], paths: Sequence[Path]) -> list[str]:
+    """Without --json, and with `paths` by their name: where the figures went and where data lay is no part of how they came about."""
     out, skip = [], False
     for argument in arguments:
         if skip or argument.startswith("--json="):
@@ -118,5 +121,7 @@ def _shown(arguments: list[str]) -> list[str]:
         elif argument == "--json":
             skip = True
         else:
+            for path in paths:
+                argument = argument.replace(str(path), path.name)
             out.append(argument)
     return out

@@ -75,8 +75,6 @@ def run(name: str, quick: bool, limit: float) -> dict[str, Any]:
         if code or not file.is_file():
             return {"benchmark": name, "left_out": f"ended with exit code {code}"}
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    found["command"] = found["command"].replace(str(series()), "SERIES")  # where it lies differs by machine
-    found["settings"] = {key: value for key, value in found["settings"].items() if value != str(series())}
     return found
 
 

@@ -37,6 +37,10 @@ def test_a_run_names_its_command_settings_and_machine(run: dict[str, object]) ->
     assert {"processor", "cores", "memory_gib", "python", "packages"} <= set(machine)
     assert str(run["command"]).startswith(f"python benchmarks/{run['benchmark']}.py")
     assert ("--quick" in str(run["command"])) == run["quick"]
+    assert isinstance(run["settings"], dict)
+    assert not [
+        each for each in (*map(str, run["settings"].values()), *str(run["command"]).split()) if each.startswith("/")
+    ]
     assert rows
     page = (REPO / "docs/performance.md").read_text()
     assert str(run["command"]) in page or any(r["benchmark"] == run["benchmark"] and not r["quick"] for r in RUNS)

@@ -53,7 +53,7 @@ WITH RECURSIVE asked(at) AS (VALUES (:first) UNION ALL SELECT at + :step FROM as
 one(id) AS MATERIALIZED (SELECT id FROM signals WHERE name = :name)
 SELECT at, time, vals FROM one CROSS JOIN asked CROSS JOIN points ON signal = id AND time = (
     SELECT max(time) FROM points WHERE signal = id AND time BETWEEN at - {_LOOKBACK_MS} AND at
-)"""
+) ORDER BY at"""
 
 _SCHEMA = """
 CREATE TABLE signals (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
