@@ -109,16 +109,17 @@ const sizes = new ResizeObserver((entries) => {
 });
 
 export default ({ data, parentElement }) => {
-  let place = parentElement.querySelector(":scope > .chart");
+  let [heading, place] = parentElement.querySelectorAll(":scope > .heading, :scope > .chart");
   if (!place) {
+    heading = document.createElement("div");
+    heading.className = "heading";
     place = document.createElement("div");
     place.className = "chart";
     place.setAttribute("role", "figure");
-    parentElement.append(place);
+    parentElement.append(heading, place);
     charts.set(place, { place });
     sizes.observe(place);
   }
-  place.ariaLabel = parentElement.closest('[class*="st-key-card-"]')?.querySelector("h3.question")?.title ?? "";
   const chart = charts.get(place);
   const leave = () => {
     if (parentElement.isConnected) return; // of an update that a later one overtook: the chart stays
@@ -126,12 +127,15 @@ export default ({ data, parentElement }) => {
     undrawn.delete(chart);
     charts.delete(place);
     window.Plotly?.purge(place);
+    heading.remove();
     place.remove();
   };
   const text = new TextDecoder().decode(data);
   const theme = JSON.stringify(template(place));
   if (chart.text === text && chart.theme === theme) return leave;
   const figure = JSON.parse(text);
+  if (chart.heading !== figure.heading) heading.innerHTML = chart.heading = figure.heading;
+  place.ariaLabel = parentElement.closest('[class*="st-key-card-"]')?.querySelector("h3.question")?.title ?? "";
   Object.assign(chart, { text, theme, figure, revision: figure.revision });
   place.style.height = `${figure.layout.height}px`;
   ask(chart);

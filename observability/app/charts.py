@@ -90,10 +90,11 @@ class Drawing:
     traces: list[dict[str, Any]]
     layout: dict[str, Any]
 
-    def json(self, revision: str = "") -> bytes:
-        """As chart.js takes it. What a reader did to a chart (zoom, hidden lines) stays as long as `revision` does."""
+    def json(self, revision: str = "", heading: str = "") -> bytes:
+        """As chart.js takes it. What a reader did to a chart (zoom, hidden lines) stays as long as `revision` does. `heading`: HTML to stand
+        over it, of the program's own words."""
         data = [{name: _plain(value) for name, value in trace.items()} for trace in self.traces]
-        sent = {"data": data, "layout": _plain(self.layout), "revision": revision}
+        sent = {"data": data, "layout": _plain(self.layout), "revision": revision, "heading": heading}
         return orjson.dumps(sent, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def figure(self) -> go.Figure:

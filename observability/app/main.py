@@ -73,7 +73,7 @@ def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> Non
         with notices:
             ui.source_error(error, refresh_seconds(selection.seconds))
         if selection.model is not None or page.without_data:
-            page.draw(Context(source.offline(error), view, versus=selection.versus))
+            _draw(page, Context(source.offline(error), view, versus=selection.versus))
         if stopped is None:
             ui.status(place, "down", "Source unreachable")
         else:
@@ -83,13 +83,18 @@ def refresh(page: AppPage, selection: Selection, models: tuple[str, ...]) -> Non
         with notices:
             ui.empty_source(source.describe())
         if page.without_data:
-            page.draw(Context(source, view, versus=selection.versus))
+            _draw(page, Context(source, view, versus=selection.versus))
     else:
         if fresh.state == "stale" and selection.end is None:
             with notices:
                 ui.stale_source(fresh, selection.zone)
-        page.draw(Context(source, view, simulated, marks, selection.versus))
+        _draw(page, Context(source, view, simulated, marks, selection.versus))
     ui.freshness_status(place, fresh, selection.zone, queries.simulated_share(simulated, view) > 0)
+
+
+def _draw(page: AppPage, context: Context) -> None:
+    page.draw(context)
+    ui.menu(context)
 
 
 main()

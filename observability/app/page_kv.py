@@ -90,7 +90,7 @@ REUSE = Panel(
 REGRET = Panel(
     "regret", "What was evicted and then asked for?", "% of queried tokens", (REGRET_SHARE,),
     lambda source, view: queries.named_by(source, view, REGRET_SHARE, "window"),
-    lambda data, frame: charts.lines(data, "ratio", frame), compared=True,
+    lambda data, frame: charts.lines(data, "ratio", frame, order=tuple(catalog.REGRET_WINDOWS)), compared=True,
     note="Prompt tokens that were not hit because their block was evicted within the window before; what a larger cache could have served.",
 )  # fmt: skip
 PREFETCH = Panel(

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
-from observability.app import settings, traces
+from observability.app import memory, settings, traces
 from observability.app.access import Guard, is_header_name
 from observability.app.endpoints import check_endpoint
 from observability.errors import ConfigError
@@ -49,6 +49,7 @@ async def _plotly(request: Request) -> FileResponse:
 def _settle() -> None:
     """Loads the pages, and takes what is loaded by now out of garbage collection: Streamlit collects after each run of a script, and looking
     through all the libraries would hold up what that run sends for a tenth of a second."""
+    memory.give_back()
     importlib.import_module("observability.app.pages")
     gc.collect()
     gc.freeze()

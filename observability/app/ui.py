@@ -37,9 +37,13 @@ LOGO_WITH_NAME = (
     'font-family="system-ui,-apple-system,Segoe UI,Roboto,Noto Sans,Liberation Sans,sans-serif" font-size="18" '
     'font-weight="600">kvscope</text></svg>'
 )
-_chart = st.components.v2.component(
-    "kvscope_chart", js=Path(__file__).with_name("chart.js").read_text(), isolate_styles=False
+_chart, _menus = (
+    st.components.v2.component(
+        f"kvscope_{name}", js=Path(__file__).with_name(f"{name}.js").read_text(), isolate_styles=False
+    )
+    for name in ("chart", "menu")
 )
+_MENU = "Query, data, picture"
 _PAGE_NAMES = {
     "quantization": "what quantization costs",
     "batching": "how batches are made",
@@ -63,6 +67,8 @@ class Context:
     versus: str = ""
     #: What the engine cannot feed, by view: read once for all cards.
     told: dict[View, queries.Told] = field(default_factory=dict, compare=False, repr=False)
+    #: What the menu says of each card that was drawn, by its key.
+    cards: dict[str, Card] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def earlier(self) -> View | None:
@@ -248,6 +254,15 @@ class Content:
     more: tuple[str, str] = ("", "")  # title and Markdown of what is folded away under it
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the menu of a card says: how to read it, what it stands on, what it shows."""
+
+    note: str
+    signals: Sequence[Signal]
+    content: Content
+
+
 def card(context: Context, panel: Panel, height: int = 200) -> None:
     """A chart card of `height` px of chart."""
 
@@ -319,24 +334,34 @@ def _card(
     except Exception:
         log.exception("card %s failed", key)
         content, failed = Content(), "This card failed; the log of the app has the reason. The others go on."
+    context.cards[key] = Card(note, signals, content)
+    over = _heading(key, question, unit) + content.html
     with st.container(border=True, key=f"card-{key}"):
-        small = f"<small>{escape(unit)}</small>" if unit else ""
-        st.html(f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>')
-        _menu(context, key, note, signals, content)
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
-            st.html(f'<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
+            st.html(f'{over}<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
             return
-        if content.html:
-            st.html(content.html)
-        if content.figure is not None:
+        if content.figure is None:
+            st.html(over)
+        else:
+            if content.html:  # holds what the source said, so Streamlit looks through it
+                st.html(over)
             chosen = " ".join(st.query_params.get(name, "") for name in ("range", "end", "tz"))
-            _chart(key=f"chart-{key}", data=content.figure.json(chosen))
+            _chart(key=f"chart-{key}", data=content.figure.json(chosen, "" if content.html else over))
         if content.below:
             st.html(content.below)
         if content.more[0]:
             _folded(key, *content.more)
+
+
+def _heading(key: str, question: str, unit: str) -> str:
+    """The question of a card, and the button of its menu."""
+    small = f"<small>{escape(unit)}</small>" if unit else ""
+    return (
+        f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>'
+        f'<button class="menu" data-card="{key}" title="{_MENU}" aria-label="{_MENU}" aria-haspopup="dialog"></button>'
+    )
 
 
 # What is folded away is most of what a page would send, so it comes when it is opened; as fragments of their own, so that opening it reads
@@ -344,14 +369,23 @@ def _card(
 
 
 @st.fragment
-def _menu(context: Context, key: str, note: str, signals: Sequence[Signal], content: Content) -> None:
-    menu = st.popover(
-        "", icon=":material/more_horiz:", type="tertiary", help="Query, data, picture", key=f"menu-{key}", on_change="rerun"
-    )  # fmt: skip
-    if menu.open:
-        with menu:
-            partly = _in_part(context, signals) if content.data is not None else ""
-            _details(key, f"{note} This engine feeds it in part: {partly}." if partly else note, signals, content)
+def menu(context: Context) -> None:
+    """The menu of the card whose button was pressed last. menu.js tells of the press; each opens one anew, as what Streamlit holds to be open
+    the browser may have closed meanwhile. A menu for each card would be a fifth of all that a browser does for a page."""
+    number, key = st.session_state.get("menu", (0, ""))
+    pressed = _menus(key="menus", data=[*context.cards], on_card_change=lambda: None).card
+    if pressed:
+        number, key = st.session_state["menu"] = number + 1, str(pressed)
+        st.session_state[f"menu-{number}"] = True
+    if key not in context.cards:  # none yet, or one of another page
+        return
+    place = st.popover("", key=f"menu-{number}", on_change="rerun")
+    if place.open:
+        shown = context.cards[key]
+        partly = _in_part(context, shown.signals) if shown.content.data is not None else ""
+        note = f"{shown.note} This engine feeds it in part: {partly}." if partly else shown.note
+        with place:
+            _details(key, note, shown.signals, shown.content)
 
 
 @st.fragment

@@ -98,7 +98,7 @@ def test_the_chart_library_is_kept_by_browsers_and_charts_say_what_they_answer(n
 def test_menus_stand_at_the_right_of_their_card_and_leave_the_question_its_room(now_page: Browser) -> None:
     gaps = now_page.driver.execute_script(
         """return [...document.querySelectorAll('[class*="st-key-card-"]')].map(card => {
-          const menu = card.querySelector('[data-testid=stPopover] button').getBoundingClientRect();
+          const menu = card.querySelector('button.menu').getBoundingClientRect();
           const text = card.querySelector('h3.question');
           return [card.getBoundingClientRect().right - menu.right, menu.left - text.getBoundingClientRect().right];
         })"""
@@ -126,13 +126,25 @@ def test_simulated_time_is_named_in_the_header_and_in_the_charts(now_page: Brows
     assert "simulated (virtual time)" in now_page.text()
 
 
+_MENU = "[data-testid=stPopoverBody]"
+
+
+def press_menu(page: Browser, card: str) -> None:
+    """Presses the button of a card's menu as a mouse does."""
+    ActionChains(page.driver).click(
+        page.driver.find_element(By.CSS_SELECTOR, f".st-key-card-{card} button.menu")
+    ).perform()
+
+
 def open_menu(page: Browser) -> None:
     """Opens the menu of the card on KV use, unless it is open."""
     if not page.count("button.save"):
-        page.driver.execute_script(
-            "document.querySelector('.st-key-card-kv-usage [data-testid=stPopover] button').click()"
-        )
+        press_menu(page, "kv-usage")
     wait_for(lambda: page.count("button.save") == 2, 30, "the menu of the card")
+
+
+def menu_says(page: Browser) -> str:
+    return str(page.driver.execute_script(f"return document.querySelector('{_MENU}')?.innerText ?? ''"))
 
 
 def test_the_query_of_a_chart_is_shown(now_page: Browser) -> None:
@@ -160,6 +172,30 @@ def test_numbers_on_the_page_are_those_of_the_rows(now_page: Browser, rows: dict
     now = pd.Timestamp(time.time(), unit="s", tz="UTC")
     recent = frame[(frame["time"] <= now) & (frame["time"] > now - pd.Timedelta(minutes=10))]
     assert shown in {quantity(value, "ratio") for value in recent["value"]}
+
+
+def test_the_one_menu_opens_at_whichever_card_is_asked_and_closes_again(browser: Browser, app_url: str) -> None:
+    browser.open(f"{app_url}/?range=1h", 8)
+    for card, says in (("kv-usage", "share of the pool"), ("busy", "does not idle"), ("kv-usage", "share of the pool")):
+        press_menu(browser, card)  # while that of the card before is open
+        wait_for(lambda says=says: says in menu_says(browser), 30, f"the menu of {card}")
+        apart = browser.driver.execute_script(
+            f"""const menu = document.querySelector('{_MENU}').getBoundingClientRect();
+            const button = document.querySelector('.st-key-card-{card} button.menu').getBoundingClientRect();
+            return [Math.max(menu.top - button.bottom, button.top - menu.bottom, 0), Math.max(menu.left - button.right, button.left - menu.right, 0)]"""
+        )
+        assert max(apart) < 40, (card, apart)
+    press_menu(browser, "kv-usage")
+    wait_for(lambda: not menu_says(browser), 30, "the menu closes by the button that opened it")
+    time.sleep(1)  # and does not come back
+    assert not menu_says(browser)
+    ActionChains(browser.driver).click(
+        browser.driver.find_element(By.CSS_SELECTOR, "header a[href*=hardware]")
+    ).perform()
+    wait_for(lambda: browser.count(".st-key-card-gpu-health button.menu") == 1, 60, "another page")
+    wait_for(lambda: browser.status() not in ("", "reading"), 60, "it is read")
+    press_menu(browser, "gpu-health")
+    wait_for(lambda: "penalties" in menu_says(browser), 30, "a menu of the other page")
 
 
 def test_hostile_addresses_are_ordinary_pages(browser: Browser, app_url: str) -> None:
