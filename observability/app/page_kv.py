@@ -88,7 +88,7 @@ REUSE = Panel(
     note="Of the device's exact pool: idle time before a reuse against idle time before an eviction. Evicted sooner than reused: the cache is too small for its prefixes.",
 )  # fmt: skip
 REGRET = Panel(
-    "regret", "What was evicted and then asked for?", "% of queried tokens", (REGRET_SHARE,),
+    "regret", "What was evicted and then asked for?", "% of tokens", (REGRET_SHARE,),
     lambda source, view: queries.named_by(source, view, REGRET_SHARE, "window"),
     lambda data, frame: charts.lines(data, "ratio", frame, order=tuple(catalog.REGRET_WINDOWS)), compared=True,
     note="Prompt tokens that were not hit because their block was evicted within the window before; what a larger cache could have served.",

@@ -14,9 +14,11 @@
     const [question, unit] = ["h3.question", "h3.question small"].map((part) => card.querySelector(part)?.textContent ?? "");
     const text = question.slice(0, question.length - unit.length) + (unit && ` (${unit})`);
     const { clientWidth: width, clientHeight: height } = chart;
-    const legend = chart.querySelector(".legend") ? 28 : 0; // below the chart, as the title stands where it was
+    const showlegend = Boolean(card.querySelector(".names button"));
+    const legend = showlegend ? 28 : 0; // below the chart
     const layout = {
       ...chart.layout,
+      showlegend,
       width,
       height: height + 34 + legend,
       margin: { ...chart.layout.margin, t: (chart.layout.margin?.t ?? 4) + 34, b: (chart.layout.margin?.b ?? 4) + legend },

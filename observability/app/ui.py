@@ -357,9 +357,9 @@ def _card(
 
 def _heading(key: str, question: str, unit: str) -> str:
     """The question of a card, and the button of its menu."""
-    small = f"<small>{escape(unit)}</small>" if unit else ""
+    small, whole = (f"<small>{escape(unit)}</small>", f"{question} ({unit})") if unit else ("", question)
     return (
-        f'<h3 class="question" title="{escape(question)}">{escape(question)}{small}</h3>'
+        f'<h3 class="question" title="{escape(whole)}">{escape(question)}{small}</h3>'
         f'<button class="menu" data-card="{key}" title="{_MENU}" aria-label="{_MENU}" aria-haspopup="dialog"></button>'
     )
 

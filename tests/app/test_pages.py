@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from observability.app.settings import PLOTLY
 from observability.app.units import quantity
@@ -221,6 +222,52 @@ def test_range_zone_and_choices_are_in_the_url_and_hold_on_every_page(browser: B
     wait_for(lambda: "range=6h" in browser.driver.current_url, 10, "the range in the URL")
 
 
+#: By card: what the buttons over its chart say, and what Plotly's own legend of the same chart says.
+_LEGENDS = """
+const done = arguments[0], out = {};
+(async () => {
+  for (const gd of document.querySelectorAll('.js-plotly-plot')) {
+    const card = gd.closest('[class*="st-key-card-"]'), copy = document.createElement('div');
+    document.body.append(copy);
+    await Plotly.newPlot(copy, gd.data, {...gd.layout, showlegend: undefined, height: 900, width: 1200});
+    out[card.className.match(/st-key-card-(\\S+)/)[1]] = [[...card.querySelectorAll('.names button')].map(b => b.innerText), [...copy.querySelectorAll('.legendtext')].map(t => t.textContent)];
+    copy.remove();
+  }
+  done(out);
+})();
+"""
+
+
+@pytest.mark.parametrize("page", ["kv-cache", "batching", "p99", "quantization", "forecast", "trends"])
+def test_legends_name_what_plotly_would_name(browser: Browser, app_url: str, page: str) -> None:
+    browser.look(1280, 800, "light")
+    browser.open(f"{app_url}/{page}?range=24h&vs=yesterday", CHARTS.get(page, 4))
+    legends = browser.driver.execute_async_script(_LEGENDS)
+    assert any(named for named, _ in legends.values())
+    assert {card: named for card, (named, _) in legends.items()} == {
+        card: wanted for card, (_, wanted) in legends.items()
+    }
+
+
+def test_a_name_hides_its_line_by_keys_and_a_double_click_shows_it_alone(browser: Browser, app_url: str) -> None:
+    browser.open(f"{app_url}/kv-cache?range=1h", CHARTS["kv-cache"])
+    names = "[...document.querySelectorAll('.st-key-card-hits-over-time .names button')]"
+    shown = "return document.querySelector('.st-key-card-hits-over-time .js-plotly-plot')._fullData.filter(t => t.visible === true).map(t => t.name)"
+    every = browser.driver.execute_script(shown)
+    assert len(every) >= 3
+    browser.driver.execute_script(f"{names}[1].focus()")
+    ActionChains(browser.driver).send_keys(Keys.ENTER).perform()
+    wait_for(lambda: browser.driver.execute_script(shown) == [every[0], *every[2:]], 10, "it is hidden")
+    assert browser.driver.execute_script(f"return {names}.map(b => b.ariaPressed)")[:2] == ["true", "false"]
+    ActionChains(browser.driver).send_keys(Keys.SPACE).perform()
+    wait_for(lambda: browser.driver.execute_script(shown) == every, 10, "it is back")
+    last = browser.driver.find_elements(By.CSS_SELECTOR, ".st-key-card-hits-over-time .names button")[-1]
+    for wanted in (every[-1:], every):
+        time.sleep(1)  # apart from the double click before
+        ActionChains(browser.driver).double_click(last).perform()
+        wait_for(lambda wanted=wanted: browser.driver.execute_script(shown) == wanted, 10, "a double click")  # type: ignore[misc]
+
+
 HIT = "document.querySelector('.st-key-card-occupancy .js-plotly-plot')"
 CHART = "document.querySelector('.st-key-card-evictions .js-plotly-plot')"
 
@@ -259,8 +306,7 @@ def test_a_source_that_fills_dies_and_returns_needs_no_reload_and_keeps_scroll_a
     drag.perform()
     wait_for(lambda: np.ptp(run(spans)) < 3000e3, 10, "the chart shows what was dragged over")
     dragged = run(spans)
-    run(f"{HIT}.querySelector('.legendtoggle').dispatchEvent(new MouseEvent('mousedown'))")
-    run(f"{HIT}.querySelector('.legendtoggle').dispatchEvent(new MouseEvent('mouseup'))")
+    browser.driver.find_element(By.CSS_SELECTOR, ".st-key-card-occupancy .names button").click()
     hidden = f"return {HIT}._fullData.filter(t => t.visible === 'legendonly').map(t => t.name)"
     wait_for(lambda: run(hidden), 10, "a line is hidden by its name in the legend")
     named = run(hidden)
