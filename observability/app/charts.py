@@ -182,7 +182,7 @@ def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
     sheet.x |= {
         "automargin": False,
         "type": "date",
-        "range": [moment(view.start, view.zone), moment(view.end, view.zone)],
+        "range": [moment(view.start, view.clock), moment(view.end, view.clock)],
     }
     days = {"tickformat": "%-d %b", "dtick": 86_400_000 * (1 if view.seconds < 5 * 86400 else 2)}  # at midnight
     sheet.x |= days if view.seconds > 86400 else {"tickformat": "%H:%M", "nticks": 6}
@@ -194,13 +194,13 @@ def _time_axis(sheet: Sheet, frame: Frame, *, covered: bool = False) -> None:
     crossed = any(shape.get("xref") == "paper" and shape["y0"] > 0.78 * top for shape in sheet.shapes)
     height = {"y0": 1.01, "y1": 1.03} if covered else {"y0": 0, "y1": 1}
     for low, high in inside:
-        ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "yref": "paper", **height}
+        ends = {"x0": moment(low, view.clock), "x1": moment(high, view.clock), "yref": "paper", **height}
         look = {"fillcolor": VIOLET if covered else _SIMULATED_FILL, "line": {"width": 0}, "layer": "below"}
         sheet.shapes.append({"type": "rect", "name": "simulated", **ends, **look})
     low, high = inside[0]
     late = low > view.start + 0.5 * view.seconds  # little room to the right of its start
     sheet.note(
-        "simulated (virtual time)", VIOLET, name="simulated", x=moment(high if late else low, view.zone), xref="x",
+        "simulated (virtual time)", VIOLET, name="simulated", x=moment(high if late else low, view.clock), xref="x",
         xanchor="right" if late else "left", xshift=-2 if late else 2, y=1.03 if covered else 1,
         yanchor="bottom" if covered else "top", yshift=-13 if crossed else 0,
     )  # fmt: skip
@@ -222,14 +222,14 @@ def _marks(sheet: Sheet, frame: Frame) -> None:
                 high - low <= 0.5 * view.seconds
             )  # a longer one would only tint the chart: a strip at its foot says it
             top, opacity = (1, 0.1) if whole else (0.03, 0.6)
-            ends = {"x0": moment(low, view.zone), "x1": moment(high, view.zone), "y0": 0, "y1": top, "yref": "paper"}
+            ends = {"x0": moment(low, view.clock), "x1": moment(high, view.clock), "y0": 0, "y1": top, "yref": "paper"}
             look = {"fillcolor": faded(colour, opacity), "line": {"width": 0}, "layer": "below"}
             sheet.shapes.append({"type": "rect", "name": mark.kind, **ends, **look})
         else:
-            sheet.rule(colour, "dot", x=moment(low, view.zone))
+            sheet.rule(colour, "dot", x=moment(low, view.clock))
             sheet.shapes[-1]["name"] = mark.kind
         sheet.note(
-            sign, colour, name=mark.kind, x=moment(low, view.zone), xref="x", y=0, yanchor="bottom", hovertext=mark.told(view.zone),
+            sign, colour, name=mark.kind, x=moment(low, view.clock), xref="x", y=0, yanchor="bottom", hovertext=mark.told(view.zone),
             font={"size": 12, "color": colour},
         )  # fmt: skip
 
@@ -291,12 +291,8 @@ def _on_grid(data: pd.DataFrame, view: View, names: pd.Series, *, adding: bool =
 
 @functools.lru_cache(64)
 def _times(view: View) -> dict[str, Any]:
-    """The grid of the view as Plotly takes it: a start and a step, which spares a browser a text for each point; where the zone's clock
-    changes inside of the view, the moments themselves."""
-    times = shown(view.times, view.zone)
-    if times[-1] - times[0] != view.times[-1] - view.times[0]:
-        return {"x": times.to_numpy()}
-    return {"x0": times[0].isoformat(), "dx": 1000.0 * view.step}
+    """The grid of the view as Plotly takes it: a start and a step, which spares a browser a text for each point."""
+    return {"x0": moment(view.start, view.clock).isoformat(), "dx": 1000.0 * view.step}
 
 
 #: Of more points than these only those that stand alone are marked.
@@ -351,7 +347,7 @@ def _lonely(sheet: Sheet, times: pd.DatetimeIndex, values: np.ndarray, frame: Fr
     alone = ~gap[1:-1] & gap[:-2] & gap[2:]
     if alone.any():
         sheet.add(
-            "scatter", x=shown(times[alone], frame.view.zone), y=values[alone], mode="markers", marker={"size": 4, "color": colour},
+            "scatter", x=shown(times[alone], frame.view.clock), y=values[alone], mode="markers", marker={"size": 4, "color": colour},
             legendgroup=group, showlegend=False, hoverinfo="skip",
         )  # fmt: skip
 
@@ -376,11 +372,11 @@ def faded(colour: str, opacity: float) -> str:
 
 
 def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str], share: bool = False) -> Drawing:
-    """Stacked areas by series, bottom first in `order`. Where nothing was measured there is a hole, not 0."""
+    """Stacked areas by series, bottom first in `order` (others over these). Where nothing was measured there is a hole, not 0."""
     sheet = Sheet(frame.height, hovermode="x unified")
     view = frame.view
     found = _on_grid(data, view, data["series"], adding=True)
-    present = [name for name in order if name in found]
+    present = [name for name in order if name in found] + sorted(set(found) - set(order))
     parts = np.array([found[name] for name in present]).reshape(len(present), len(view.times))
     measured = ~np.isnan(parts).all(axis=0)
     parts = np.nan_to_num(parts)  # the others of a moment were measured: this one took no part in it
@@ -392,11 +388,11 @@ def stacked(data: pd.DataFrame, unit: str, frame: Frame, *, order: Sequence[str]
     factor = _value_axis(sheet, unit, largest, frame.lines, bounded=share)
     (at,) = np.nonzero(measured)
     for number, piece in enumerate(np.split(at, np.nonzero(np.diff(at) > 1)[0] + 1) if len(at) else ()):
-        place: dict[str, Any] = {"x": shown(view.times[piece], view.zone)}
+        place: dict[str, Any] = {"x": shown(view.times[piece], view.clock)}
         if len(piece) == 1:  # an area needs two points to be seen
             half = pd.Timedelta(seconds=view.step / 4)
             place = {
-                "x": shown(pd.DatetimeIndex([view.times[piece[0]] - half, view.times[piece[0]] + half]), view.zone)
+                "x": shown(pd.DatetimeIndex([view.times[piece[0]] - half, view.times[piece[0]] + half]), view.clock)
             }
             piece = piece.repeat(2)
         elif len(piece) == len(view.times):
@@ -543,7 +539,7 @@ def forecast(
     hover = _hover(unit, factor, max(tops, default=0.0))
 
     def middle(times: pd.Series | pd.DatetimeIndex) -> pd.DatetimeIndex:
-        return shown(pd.DatetimeIndex(times) - pd.Timedelta(minutes=5), view.zone)
+        return shown(pd.DatetimeIndex(times) - pd.Timedelta(minutes=5), view.clock)
 
     def band(data: pd.DataFrame, share: float, colour: str) -> None:
         for column, fill in zip(bands[share], (None, "tonexty"), strict=True):
@@ -569,7 +565,7 @@ def forecast(
     means.index = pd.DatetimeIndex(means.index) - pd.Timedelta(minutes=5)
     sheet.add(
             "scatter",
-        x=shown(pd.DatetimeIndex(means.index), view.zone), y=means * factor, name="measured", legendgroup="measured",
+        x=shown(pd.DatetimeIndex(means.index), view.clock), y=means * factor, name="measured", legendgroup="measured",
         mode="lines+markers" if len(means) <= MARKED else "lines",
         line={"color": BLUE, "width": 1.8}, marker={"size": 3}, hovertemplate=hover,
     )  # fmt: skip
@@ -580,8 +576,8 @@ def forecast(
             band(ahead, share, ORANGE)
         centre(ahead, "next hour", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
     _time_axis(sheet, frame)
-    now = moment(view.end, view.zone)
-    sheet.x["range"] = [moment(view.start, view.zone), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.zone)])]
+    now = moment(view.end, view.clock)
+    sheet.x["range"] = [moment(view.start, view.clock), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.clock)])]
     sheet.rule(GREY, "dot", x=now)
     return sheet.figure()
 

@@ -30,7 +30,7 @@ def latency_against_load(curve: Curve, view: View, line: Line, height: int) -> D
     sheet.add(
         "scatter",
         x=points["load"], y=points["latency"] * factor, mode="markers", name="5 minutes", marker={"size": 4, "color": faded(STEEL, 0.45)},
-        customdata=shown(pd.DatetimeIndex(points["time"]), view.zone),
+        customdata=shown(pd.DatetimeIndex(points["time"]), view.clock),
         hovertemplate=f"%{{customdata|%-d %b %H:%M}}: %{{x:,.4~r}} req/s, %{{y:,.4~r}} {unit}<extra></extra>",
     )  # fmt: skip
     for values, fill in ((curve.low, None), (curve.high, "tonexty")):

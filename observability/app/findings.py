@@ -171,7 +171,7 @@ def explain(slow: Makeup, typical: Makeup | None, kv_usage: float | None) -> Fin
                 f"{quantity(before, 'seconds')} → {quantity(after, 'seconds')}{times}."
             )
     if kv_usage is not None and state in ("queued", "kv_wait", "preempted"):
-        evidence.append(f"Running requests hold {percent(kv_usage)} of the KV pool.")
+        evidence.append(f"Running requests held {percent(kv_usage)} of the KV pool meanwhile.")
     return Finding(rule.says, tuple(evidence), tuple(rule.do), rule.page, rule.runbook)
 
 

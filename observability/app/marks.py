@@ -21,5 +21,8 @@ class Mark:
 
     def told(self, zone: str) -> str:
         """The mark in words: 29 Nov 14:02 to 14:40, incident: KvscopeTTFTBudgetBurn."""
-        until = "" if self.end is None else f" to {moment(self.end, zone):%H:%M}"
-        return f"{moment(self.start, zone):%-d %b %H:%M}{until}, {self.kind}: {self.text}"
+        start, until = moment(self.start, zone), ""
+        if self.end is not None:
+            end = moment(self.end, zone)
+            until = f" to {end:%H:%M}" if end.date() == start.date() else f" to {end:%-d %b %H:%M}"
+        return f"{start:%-d %b %H:%M}{until}, {self.kind}: {self.text}"

@@ -1,12 +1,15 @@
-"""Gives memory that was freed back to the system. Each run of a page is a thread of its own, and the C library keeps what a thread has freed for
+"""Gives memory that was freed back to the system. Each run of a page is a thread of its own, and allocators keep what a thread has freed for
 threads like it: with five viewers that is 15 MiB more each hour, though nothing in the process grows."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
+
+import pyarrow as pa
 
 #: Names of mallopt's parameters, as in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -17,10 +20,12 @@ EVERY_SECONDS = 60.0
 
 
 def give_back() -> None:
-    """Few heaps for all threads, and each EVERY_SECONDS what is free in them goes back. Does nothing where the C library is not glibc, or
-    where MALLOC_ARENA_MAX says that the user has settled it."""
+    """Few heaps for all threads, pandas' text in them, too (Arrow has an allocator of its own), and each EVERY_SECONDS what is free there goes
+    back. Does nothing where the C library is not glibc, or where MALLOC_ARENA_MAX or GLIBC_TUNABLES say that the user has settled it."""
+    if sys.platform != "linux" or os.environ.keys() & {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}:
+        return
     libc = ctypes.CDLL(None)
-    if "MALLOC_ARENA_MAX" in os.environ or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         return
     for parameter, value in (
         (_M_ARENA_MAX, _HEAPS),
@@ -28,6 +33,7 @@ def give_back() -> None:
         (_M_TRIM_THRESHOLD, _THRESHOLD),
     ):
         libc.mallopt(parameter, value)
+    pa.set_memory_pool(pa.system_memory_pool())
     threading.Thread(target=_trim, args=(libc,), name="give-back", daemon=True).start()
 
 

@@ -1,54 +1,77 @@
-// The menu of the cards of a page: tells the app whose button was pressed, and where the menu that the app then opens has to stand.
+// The menu of the cards of a page: tells the app whose button was pressed, and keeps what the app then opens at that button. Streamlit's own
+// button for it is not to be seen, so this cares for the focus.
 let card = ""; // whose button was pressed last
+let asked = false; // and not answered yet
+let watch; // while a menu is awaited or open
+let tell; // the app, by the component of now
 let leave = () => {};
 
-const isOpen = () => Boolean(document.querySelector('[class*="st-key-menu-"] [aria-expanded="true"]'));
+const reading = () => document.querySelector(".st-key-status .pill.reading");
+const button = () => document.querySelector(`button.menu[data-card="${CSS.escape(card)}"]`);
+const body = () => document.querySelector('[data-testid="stPopoverBody"]');
 
-const put = (button) => {
+const put = () => {
   const page = document.querySelector(".stMainBlockContainer");
+  const at = button()?.getBoundingClientRect();
+  if (!at) return;
   const { left, top } = page.getBoundingClientRect();
-  const at = button.getBoundingClientRect();
   page.style.setProperty("--menu-left", `${at.left - left}px`);
   page.style.setProperty("--menu-top", `${at.top - top}px`);
 };
 
-// By keys the focus goes into the menu that opens and back to its button; Streamlit's own button for it is not to be seen.
-const body = () => document.querySelector('[data-testid="stPopoverBody"]');
-
-const soon = (ready, act, tries = 100) => {
-  if (ready()) act();
-  else if (tries) setTimeout(() => soon(ready, act, tries - 1), 50);
+const opened = (menu, byKeys) => {
+  asked = false;
+  const { ariaLabel } = Object.assign(button() ?? {}, { ariaExpanded: "true" });
+  Object.assign(menu, { ariaLabel, tabIndex: -1 });
+  if (byKeys && document.activeElement === button()) menu.focus();
 };
 
-const enter = () => {
-  body().tabIndex = -1;
-  body().focus();
+const closed = () => {
+  clearInterval(watch);
+  for (const each of document.querySelectorAll("button.menu[aria-expanded]")) each.removeAttribute("aria-expanded");
+  if (document.activeElement === document.body) button()?.focus({ preventScroll: true });
+};
+
+const follow = (byKeys) => {
+  const before = body();
+  let [menu, waited] = [undefined, 0];
+  clearInterval(watch);
+  watch = setInterval(() => {
+    const now = body();
+    if (asked && !reading() && ++waited % 30 === 0) tell(card); // three seconds: it was lost
+    if (menu && !now) closed();
+    else if (now && now !== before && now !== menu) opened((menu = now), byKeys);
+    if (now) put();
+  }, 100);
 };
 
 export default ({ setTriggerValue }) => {
   leave();
-  let closed = ""; // by this very press, as one beside the menu
-  const down = () => {
-    closed = isOpen() ? card : "";
+  tell = (each) => setTriggerValue("card", each);
+  if (asked) tell(card); // of the page that was being read: it told a component that is gone
+  let closing = false; // by this very press, as one beside the menu
+  const down = ({ target }) => {
+    closing = Boolean(body()) && target.closest?.("button.menu")?.dataset.card === card;
   };
   const press = ({ target, detail }) => {
-    const button = target.closest?.("button.menu");
-    if (!button || button.dataset.card === closed) return;
-    card = button.dataset.card;
-    put(button);
-    setTriggerValue("card", card);
-    if (!detail) soon(body, enter);
-  };
-  const key = ({ key }) => {
-    if (key === "Escape" && isOpen()) soon(() => !body(), () => document.querySelector(`button.menu[data-card="${CSS.escape(card)}"]`)?.focus());
+    const pressed = target.closest?.("button.menu");
+    if (!pressed) return;
+    const again = body() && pressed.dataset.card === card;
+    if (detail ? closing : again) {
+      if (!detail) body().dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+      return;
+    }
+    card = pressed.dataset.card;
+    asked = true;
+    put();
+    follow(!detail);
+    tell(card);
   };
   document.addEventListener("pointerdown", down, true);
   document.addEventListener("click", press);
-  document.addEventListener("keydown", key, true);
   leave = () => {
     document.removeEventListener("pointerdown", down, true);
     document.removeEventListener("click", press);
-    document.removeEventListener("keydown", key, true);
   };
   return leave;
 };

@@ -42,12 +42,13 @@ HITS_OVER_TIME = Panel(
     lambda data, frame: charts.lines(data, "ratio", frame, bounded=True, order=catalog.LENGTH_BUCKETS),
     note="By prompt length in tokens.", compared=True,
 )  # fmt: skip
+OCCUPANCY_ORDER = ("active", "evictable", "free", catalog.ALLOCATABLE)
 OCCUPANCY = Panel(
     "occupancy", "What fills the pool?", "blocks", (queries.BLOCKS,),
     lambda source, view: queries.over_time(source, view, queries.BLOCKS).rename(columns={"state": "series"}),
-    lambda data, frame: charts.stacked(data, "blocks", frame, order=("active", "evictable", "free")),
-    note="active: held by a request. evictable: cached, in use by nobody, given up when space is needed. free: empty. "
-    "Together they are the capacity.",
+    lambda data, frame: charts.stacked(data, "blocks", frame, order=OCCUPANCY_ORDER),
+    note="active: held by a request. evictable: cached, in use by nobody, given up when space is needed. free: empty. allocatable: one of both, of "
+    "an engine that does not tell them apart. Together they are the capacity.",
 )  # fmt: skip
 LAYOUTS = Panel(
     "layouts", "Which layouts do running requests use?", "blocks", (queries.LAYOUTS,),

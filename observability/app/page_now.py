@@ -219,8 +219,8 @@ def _slowest(context: Context) -> Content:
     slow = queries.makeup_now(source, view, 0.99)
     if slow is None:
         return Content(absent=ui.why_absent(context, [queries.TAIL[0.99]]))
-    usage = queries.newest(queries.over_time(source, view, queries.KV_USAGE))
+    usage = queries.kv_usage_of(source, view, slow)
     finding = findings.explain(slow, queries.makeup_now(source, view, 0.5), usage)
     if finding is None:
         return Content(absent="The slowest requests took no measurable time.")
-    return Content(ui.finding_html(finding, actions=2), data=slow.rows())
+    return Content(ui.of_when(slow.time, view) + ui.finding_html(finding, actions=2), data=slow.rows())

@@ -20,7 +20,7 @@ from observability.app.view import View, moment
 from observability.objectives import E2E, LATENCY_OBJECTIVES, TTFT, LatencyObjective
 
 QUANTILES = {"P99": 0.99, "P90": 0.9, "P50": 0.5}
-#: Which requests are explained: name in the URL -> in words.
+#: Which requests are explained: name -> in words, as the URL has it.
 WINDOWS = {"5m": "newest 5 min", "range": "all of the range"}
 SHOWN_REQUESTS = 6
 #: Pixels of one bar more.
@@ -117,12 +117,12 @@ def _finding(context: Context, q: float, whole: bool) -> Content:
     slow = _read(context, view, q, whole)
     if slow is None:
         return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
-    usage = queries.newest(queries.over_time(source, view, queries.KV_USAGE))
+    usage = queries.kv_usage_of(source, view, None if whole else slow)
     finding = findings.explain(slow, _read(context, view, 0.5, whole), usage)
     if finding is None:
         return Content(absent="The slowest requests took no measurable time.")
     return Content(
-        ui.finding_html(finding, actions=3),
+        ("" if whole else ui.of_when(slow.time, view)) + ui.finding_html(finding, actions=3),
         data=slow.rows(),
         more=(f"Runbook {finding.runbook}", findings.runbook(finding.runbook)),
     )
@@ -137,7 +137,8 @@ def _makeup(context: Context, q: float, by: str, whole: bool, height: int) -> Co
         return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
     rows = {name: makeup.matrix.sum(axis=1 if by == "state" else 0) for name, makeup in found.items()}
     data = pd.concat([makeup.rows().assign(requests=name) for name, makeup in found.items()])
-    return Content(figure=charts.makeup_bars(rows, height), data=data)
+    told = "" if whole else ui.of_when(max(makeup.time for makeup in found.values()), context.view)
+    return Content(figure=charts.makeup_bars(rows, height), below=told, data=data)
 
 
 def _lengths(context: Context, q: float) -> Content:
@@ -151,9 +152,9 @@ def _lengths(context: Context, q: float) -> Content:
     shares = queries.length_shares_now(context.source, context.view, q)
     told = ", ".join(f"{quantity(share, 'ratio')} are {bucket}" for bucket, share in shares.items())
     data = pd.concat([parts.rename("value").reset_index().assign(requests=name) for name, parts in rows.items()])
-    return Content(
-        figure=charts.makeup_bars(rows, 120), below=f'<p class="limits">Of the {slowest(q)}: {told}</p>', data=data
-    )
+    when = queries.over_time(context.source, context.view, queries.TAIL_LENGTHS[q])["time"].max()
+    below = f'<p class="limits">Of the {slowest(q)}: {told}</p>{ui.of_when(when, context.view)}'
+    return Content(figure=charts.makeup_bars(rows, 120), below=below, data=data)
 
 
 def _requests(context: Context) -> Content:

@@ -122,7 +122,7 @@ def draw(context: Context) -> None:
 def _budget(context: Context) -> Content:
     lines, found = [], []
     for limit in LIMITS:
-        frame = queries.at_newest(queries.over_time(context.source, context.view, limit.signal))
+        frame = queries.now_rows(queries.over_time(context.source, context.view, limit.signal), context.view)
         value = None if frame.empty else limit.worst(frame)
         kept = None if value is None else limit.kept(value)
         verdict, kind = {None: ("not measured", ""), True: ("✓ within", "better"), False: ("✕ over", "worse")}[kept]

@@ -99,13 +99,14 @@ def week_words(data: pd.DataFrame, before: pd.DataFrame, signal: Signal) -> str:
     `before`: rows of the week before, moved by a week.
     """
     both = data.merge(before, on="time", suffixes=("", "_before"))
-    if both.empty:
-        now, told = float(data["value"].median()), "no values a week before"
-    else:
-        now, then = float(both["value"].median()), float(both["value_before"].median())
-        told = f"{in_words(Change('', signal.unit, then, now, 0.0, None))} against {quantity(then, signal.unit)} a week before"
+    now, told = float(data["value"].median()), "no values a week before"
+    if not both.empty:
+        shared, then = float(both["value"].median()), float(both["value_before"].median())
+        told = f"{in_words(Change('', signal.unit, then, shared, 0.0, None))} against {quantity(then, signal.unit)} a week before"
         if len(both) < 0.9 * len(data):
-            told += f", over the {len(both) / len(data):.0%} of the range that both have"
+            told += (
+                f" ({quantity(shared, signal.unit)} over the {len(both) / len(data):.0%} of the range that both have)"
+            )
     return f'<div class="figure"><b>{quantity(now, signal.unit)}</b><span>median, {told}</span></div>'
 
 

@@ -6,6 +6,7 @@ have is a missing row, never 0.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from observability import catalog, objectives
 from observability.app.derived import shared
 from observability.app.view import View, unix_seconds
 from observability.objectives import E2E, LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
-from observability.signals import BY_NAME, SIGNALS, Signal
+from observability.signals import BY_NAME, SIGNALS, WINDOW_SECONDS, Signal
 from observability.store.source import SeriesSource
 
 HOUR = 3600.0
@@ -106,6 +107,32 @@ def at_newest(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["time"] == frame["time"].max()]
 
 
+def is_current(unix: float, view: View) -> bool:
+    """Whether a time is of the last two steps (at least two minutes) of the view; what is older is history."""
+    return unix >= view.end - max(2 * view.step, 120.0)
+
+
+def now_rows(frame: pd.DataFrame, view: View) -> pd.DataFrame:
+    """The rows of the newest time, none where that is not current."""
+    rows = at_newest(frame)
+    return rows if len(rows) and is_current(rows["time"].iloc[0].timestamp(), view) else rows.iloc[:0]
+
+
+def last_seen(source: SeriesSource, view: View, signals: Sequence[Signal]) -> float | None:
+    """Unix time of the newest row of any of `signals` in the view."""
+    times = [unix_seconds(frame["time"]).max() for s in signals if len(frame := over_time(source, view, s))]
+    return max(times, default=None)
+
+
+def each_once(source: SeriesSource, view: View, signal: Signal) -> pd.DataFrame:
+    """`over_time` of a signal over five minutes at moments five minutes apart, so that each event of the view counts once; `seconds`: how much of
+    the view a row stands for."""
+    start = view.end - (math.ceil(view.seconds / WINDOW_SECONDS) - 1) * WINDOW_SECONDS
+    frame = source.range(signal.name, start, view.end, WINDOW_SECONDS, view.where)
+    seconds = np.minimum(WINDOW_SECONDS, unix_seconds(frame["time"]) - view.start)
+    return frame[[name for name in frame.columns if name != "model"]].assign(seconds=seconds)
+
+
 # -- is the source alive ------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +192,9 @@ def objective_now(source: SeriesSource, view: View, objective: LatencyObjective)
 
 
 def current(frame: pd.DataFrame, view: View) -> float | None:
-    """The newest value, if it is of the last two steps (at least two minutes) of the view; an older one is history."""
+    """The newest value, if it is current."""
     times = unix_seconds(frame["time"])
-    if not len(times) or times.max() < view.end - max(2 * view.step, 120.0):
-        return None
-    return newest(frame)
+    return newest(frame) if len(times) and is_current(times.max(), view) else None
 
 
 #: What the hour-against-hour comparison looks at, by a short name, and whether more of it is worse (+1), better (-1)
@@ -246,15 +271,16 @@ def _changes(values: Callable[[Signal], tuple[np.ndarray, ...]]) -> list[Change]
 def hits_by_length(source: SeriesSource, view: View) -> pd.DataFrame:
     """One row a prompt-length bucket that was looked up in the view, shortest first.
 
-    Columns: length_bucket, queried, hittable, hit (tokens over the view, from the mean rate), hit_of_queried,
-    hit_of_hittable (shares of these sums, so a busy minute weighs more than a quiet one; absent when nothing counts).
+    Columns: length_bucket, queried, hittable, hit (tokens over the view), hit_of_queried, hit_of_hittable (shares of these sums, so a busy
+    minute weighs more than a quiet one; absent when nothing counts).
     """
-    sums = pd.DataFrame(
-        {
-            name: over_time(source, view, signal).groupby("length_bucket")["value"].sum() * view.step
-            for name, signal in (("queried", QUERIED), ("hittable", HITTABLE), ("hit", HIT))
-        }
-    )
+
+    def tokens(signal: Signal) -> pd.Series:
+        frame = each_once(source, view, signal)
+        return (frame["value"] * frame["seconds"]).groupby(frame["length_bucket"]).sum()
+
+    named = (("queried", QUERIED), ("hittable", HITTABLE), ("hit", HIT))
+    sums = pd.DataFrame({name: tokens(signal) for name, signal in named})
     asked = set(sums.index[sums["queried"] > 0])
     sums = sums.reindex([bucket for bucket in catalog.LENGTH_BUCKETS if bucket in asked])
     sums["hit_of_queried"] = sums["hit"] / sums["queried"]
@@ -284,8 +310,8 @@ def named_by(source: SeriesSource, view: View, signal: Signal, *labels: str) -> 
 
 
 def survival_now(source: SeriesSource, view: View) -> pd.DataFrame:
-    """Share of cached blocks that live longer than an age, at the newest time. Columns pool, age (seconds), value."""
-    frame = at_newest(over_time(source, view, BY_NAME["model_pool_le:kvscope_kv_block_survival:ratio_rate5m"]))
+    """Share of cached blocks that live longer than an age, at the end of the view. Columns pool, age (seconds), value."""
+    frame = now_rows(over_time(source, view, BY_NAME["model_pool_le:kvscope_kv_block_survival:ratio_rate5m"]), view)
     return frame.assign(age=frame["le"].astype(float)).sort_values(["pool", "age"])[["pool", "age", "value"]]
 
 
@@ -315,11 +341,11 @@ def step_shares(source: SeriesSource, view: View) -> pd.DataFrame:
 
 
 def free_run_lengths(source: SeriesSource, view: View) -> pd.DataFrame:
-    """How many free runs there are of each length, at the newest time of the view; counts are not cumulative.
+    """How many free runs there are of each length, at the end of the view; counts are not cumulative.
 
     Columns: label (longest length of the class in blocks), length (the class in words: 5 to 8), runs.
     """
-    frame = at_newest(over_time(source, view, FREE_RUNS))
+    frame = now_rows(over_time(source, view, FREE_RUNS), view)
     frame = frame.assign(longest=frame["le"].astype(float)).sort_values("longest", ignore_index=True)
     runs = frame["value"].diff().fillna(frame["value"])
     shortest = frame["longest"].shift(fill_value=0.0) + 1
@@ -376,7 +402,7 @@ class Makeup:
 
 @shared
 def makeup_now(source: SeriesSource, view: View, q: float) -> Makeup | None:
-    """The newest make-up in the view; None when no request ended in it."""
+    """The newest make-up in the view (of the five minutes to its `time`); None when no request ended in it."""
     frame = over_time(source, view, TAIL[q])
     if frame.empty:
         return None
@@ -399,14 +425,34 @@ def _matrix(rows: pd.DataFrame) -> pd.DataFrame:
 @shared
 def makeup_of_range(source: SeriesSource, view: View, q: float) -> Makeup | None:
     """The make-up over all of the view: its moments weighted by the requests that ended then; None when none did."""
-    frame = over_time(source, view, TAIL[q])
-    ended = over_time(source, view, events_signal(E2E)).set_index("time")["value"]
+    frame, ended = each_once(source, view, TAIL[q]), _ended(source, view)
     weights = frame["time"].map(ended)
     frame = frame.assign(value=frame["value"] * weights)[weights > 0]
     total = float(weights[weights > 0].groupby(frame["time"]).first().sum())
     if frame.empty or not total > 0:
         return None
     return Makeup(q, frame["time"].max(), _matrix(frame) / total)
+
+
+def _ended(source: SeriesSource, view: View) -> pd.Series:
+    """Requests that ended, by time of `each_once`."""
+    frame = each_once(source, view, events_signal(E2E)).set_index("time")
+    return frame["value"] * frame["seconds"]
+
+
+def kv_usage_of(source: SeriesSource, view: View, made: Makeup | None) -> float | None:
+    """Share of the pool that was held while requests waited: over the five minutes of a make-up and the lives of its requests before, or over all
+    of the view. Moments weigh by the requests that waited then; where none ever did by those that ran, or else ended. None where the use was
+    not measured."""
+    end = view.end if made is None else made.time.timestamp()
+    start = view.start if made is None else end - WINDOW_SECONDS - made.seconds
+    usage = over_time(source, view, KV_USAGE).set_index("time")["value"]
+    usage = usage[(unix_seconds(usage.index) > start) & (unix_seconds(usage.index) <= end)]
+    for signal in (WAITING, RUNNING, events_signal(E2E)):
+        weights = over_time(source, view, signal).set_index("time")["value"].reindex(usage.index).fillna(0.0)
+        if weights.sum() > 0:
+            return float(np.average(usage, weights=weights))
+    return None if usage.empty else float(usage.mean())
 
 
 def lengths_now(source: SeriesSource, view: View, q: float) -> pd.Series:

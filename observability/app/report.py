@@ -119,7 +119,7 @@ def make_report(source: SeriesSource, view: View) -> Report:
     slow = worst_makeup(source, view)
     usage = None
     if slow is not None:
-        usage = _near(queries.over_time(source, view, queries.KV_USAGE), slow.time)
+        usage = queries.kv_usage_of(source, view, slow)
     return Report(
         source=source.describe(), view=view, simulated=queries.simulated_share(simulated, view),
         objectives=tuple(kept(source, view, each) for each in LATENCY_OBJECTIVES),
@@ -158,11 +158,6 @@ def worst_makeup(source: SeriesSource, view: View) -> Makeup | None:
 
 def _makeup_at(source: SeriesSource, view: View, q: float, time: pd.Timestamp) -> Makeup | None:
     return queries.makeup_now(source, replace(view, end=time.timestamp()), q)
-
-
-def _near(frame: pd.DataFrame, time: pd.Timestamp) -> float | None:
-    before = frame[frame["time"] <= time]
-    return queries.newest(before)
 
 
 def _drawn(context: Context, panel: Panel) -> Drawn:

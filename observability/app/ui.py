@@ -274,7 +274,8 @@ def card(context: Context, panel: Panel, height: int = 200) -> None:
         figure = panel.draw(data, context.frame(height, panel.lines, earlier))
         words = panel.words(context, data) if panel.words else ""
         if earlier is not None:
-            data = pd.concat([data.assign(day="shown"), earlier.data.assign(day=earlier.when)], ignore_index=True)
+            then = earlier.data.assign(time=earlier.data["time"] - _apart(context), day=earlier.when)
+            data = pd.concat([data.assign(day="shown"), then], ignore_index=True)
         return Content(words, figure, data=data)
 
     _card(context, panel.key, panel.question, panel.unit, panel.note, panel.signals, build, height)
@@ -285,8 +286,13 @@ def _earlier(context: Context, panel: Panel) -> charts.Earlier | None:
     if context.earlier is None or not panel.compared:
         return None
     data = panel.read(context.source, context.earlier)
-    moved = data["time"] + pd.Timedelta(seconds=context.view.start - context.earlier.start)
-    return charts.Earlier(data.assign(time=moved), context.versus)
+    return charts.Earlier(data.assign(time=data["time"] + _apart(context)), context.versus)
+
+
+def _apart(context: Context) -> pd.Timedelta:
+    """How far the day to compare with lies before the view."""
+    assert context.earlier is not None
+    return pd.Timedelta(seconds=context.view.start - context.earlier.start)
 
 
 def text_card(
@@ -299,6 +305,9 @@ def text_card(
 
 def why_absent(context: Context, signals: Sequence[Signal]) -> str:
     """Why the source has no row of `signals` in the view."""
+    since = queries.last_seen(context.source, context.view, signals)
+    if since is not None and not queries.is_current(since, context.view):
+        return f"Nothing since {moment(since, context.view.zone):%-d %b %H:%M}: what it was then is history."
     mostly = queries.simulated_share(context.simulated, context.view) >= _MOSTLY_SIMULATED
     names = [s.name for s in signals]
     return queries.why_absent(names, mostly, _told(context, names))
@@ -335,20 +344,21 @@ def _card(
         log.exception("card %s failed", key)
         content, failed = Content(), "This card failed; the log of the app has the reason. The others go on."
     context.cards[key] = Card(note, signals, content)
-    over = _heading(key, question, unit) + content.html
+    heading = _heading(key, question, unit)
     with st.container(border=True, key=f"card-{key}"):
+        drawn = content.figure is not None and not content.html
+        if not drawn:
+            st.html(heading)  # by itself: what changes under it must not take the focus from its button
         if failed or content.absent:
             kind, role = ("failed", ' role="alert"') if failed else ("absent", "")
             text = with_code(failed or content.absent)
-            st.html(f'{over}<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
+            st.html(f'<div class="placeholder {kind}"{role} style="height:{height}px"><span>{text}</span></div>')
             return
-        if content.figure is None:
-            st.html(over)
-        else:
-            if content.html:  # holds what the source said, so Streamlit looks through it
-                st.html(over)
+        if content.html:
+            st.html(content.html)
+        if content.figure is not None:
             chosen = " ".join(st.query_params.get(name, "") for name in ("range", "end", "tz"))
-            _chart(key=f"chart-{key}", data=content.figure.json(chosen, "" if content.html else over))
+            _chart(key=f"chart-{key}", data=content.figure.json(chosen, heading if drawn else ""))
         if content.below:
             st.html(content.below)
         if content.more[0]:
@@ -360,7 +370,7 @@ def _heading(key: str, question: str, unit: str) -> str:
     small, whole = (f"<small>{escape(unit)}</small>", f"{question} ({unit})") if unit else ("", question)
     return (
         f'<h3 class="question" title="{escape(whole)}">{escape(question)}{small}</h3>'
-        f'<button class="menu" data-card="{key}" title="{_MENU}" aria-label="{_MENU}" aria-haspopup="dialog"></button>'
+        f'<button class="menu" data-card="{key}" title="{_MENU}" aria-label="{_MENU}: {escape(question)}" aria-haspopup="dialog"></button>'
     )
 
 
@@ -420,6 +430,14 @@ def _details(key: str, note: str, signals: Sequence[Signal], content: Content) -
                     for name in ("png", "svg")
                 )
             )
+
+
+def of_when(time: pd.Timestamp, view: View) -> str:
+    """HTML that says which five minutes a make-up is of, where these are not the newest of the view."""
+    if queries.is_current(time.timestamp(), view):
+        return ""
+    at = f"{moment(time.timestamp(), view.zone):%-d %b %H:%M}"
+    return f'<p class="limits">Of the five minutes to {at}: no request was measured since.</p>'
 
 
 def finding_html(finding: Finding, actions: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone, tzinfo
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -43,6 +44,12 @@ class View:
         return replace(self, start=self.start - seconds, end=self.end - seconds)
 
     @property
+    def clock(self) -> tzinfo:
+        """How far the clocks of `zone` are from UTC at the end: the time axis of charts, on which no hour may come twice or be missing where
+        clocks change inside of the view."""
+        return timezone(datetime.fromtimestamp(self.end, ZoneInfo(self.zone)).utcoffset() or timedelta())
+
+    @property
     def times(self) -> pd.DatetimeIndex:
         """The moments that a source is read at (UTC)."""
         return _grid(self.start, self.end, self.step)
@@ -67,14 +74,18 @@ def refresh_seconds(seconds: int) -> int:
     return min(max(STEPS[seconds], FASTEST_REFRESH), SLOWEST_REFRESH)
 
 
-def shown(times: pd.DatetimeIndex, zone: str) -> pd.DatetimeIndex:
+def shown(times: pd.DatetimeIndex, zone: str | tzinfo) -> pd.DatetimeIndex:
     """Times of `zone` without their zone, as charts show them."""
-    return times.tz_convert(ZoneInfo(zone)).tz_localize(None)
+    return times.tz_convert(_zone(zone)).tz_localize(None)
 
 
-def moment(unix: float, zone: str) -> pd.Timestamp:
+def moment(unix: float, zone: str | tzinfo) -> pd.Timestamp:
     """One Unix time as `shown`."""
-    return pd.Timestamp(unix, unit="s", tz="UTC").tz_convert(ZoneInfo(zone)).tz_localize(None)
+    return pd.Timestamp(unix, unit="s", tz="UTC").tz_convert(_zone(zone)).tz_localize(None)
+
+
+def _zone(zone: str | tzinfo) -> tzinfo:
+    return ZoneInfo(zone) if isinstance(zone, str) else zone
 
 
 def unix_seconds(times: pd.Series | pd.Index) -> np.ndarray:

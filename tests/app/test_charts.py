@@ -181,13 +181,28 @@ def test_times_are_shown_in_the_zone_of_the_view() -> None:
     assert (times_of(kolkata, len(kolkata.y)) - times_of(utc, len(utc.y)) == pd.Timedelta(hours=5, minutes=30)).all()
 
 
-def test_times_stay_right_over_a_change_of_the_clock() -> None:
-    change = pd.Timestamp("2026-10-25T01:00Z").timestamp()  # from 03:00 to 02:00 in Berlin
-    view = View("m", change - 3600, change + 3600, 600.0, "Europe/Berlin")
+@pytest.mark.parametrize("ends", ["2026-10-25T01:10Z", "2026-10-25T01:30Z", "2026-10-25T03:00Z", "2026-03-29T01:20Z"])
+def test_a_time_axis_goes_on_over_a_change_of_the_clock(ends: str) -> None:
+    """Clocks of Berlin go back at 01:00 UTC on 25 October and forward on 29 March: on the axis no hour comes twice, none is missing, and the
+    end is what clocks show then."""
+    end = pd.Timestamp(ends)
+    view = View("m", end.timestamp() - 3600, end.timestamp(), 600.0, "Europe/Berlin")
     data = pd.DataFrame({"time": view.times, "series": "P99", "value": 0.1})
-    line, *_ = charts.lines(data, "seconds", charts.Frame(view)).figure().data
-    expected = [t.tz_convert("Europe/Berlin").tz_localize(None) for t in view.times]
-    assert list(times_of(line, len(line.y))) == expected
+    figure = charts.lines(data, "seconds", charts.Frame(view, simulated=[(view.start, view.end - 600)])).figure()
+    axis = [pd.Timestamp(each) for each in figure.layout.xaxis.range]
+    drawn = list(times_of(figure.data[0], len(figure.data[0].y)))
+    assert axis[1] == drawn[-1] == end.tz_convert("Europe/Berlin").tz_localize(None)
+    assert axis[0] == drawn[0] == axis[1] - pd.Timedelta(hours=1)
+    assert (np.diff(pd.DatetimeIndex(drawn)) == np.timedelta64(10, "m")).all()
+    (shade,) = [each for each in figure.layout.shapes if each.name == "simulated"]
+    assert [pd.Timestamp(shade.x0), pd.Timestamp(shade.x1)] == [drawn[0], drawn[-2]]
+
+
+def test_areas_that_are_not_in_the_order_are_drawn_over_the_others() -> None:
+    data = frame_of({"active": [300.0], "allocatable": [700.0]})
+    figure = charts.stacked(data, "blocks", charts.Frame(VIEW), order=("active", "free")).figure()
+    assert [trace.name for trace in figure.data] == ["active", "allocatable"]
+    assert sum(max(trace.y) for trace in figure.data) == pytest.approx(1000)
 
 
 def test_a_heatmap_has_all_regions_and_leaves_unmeasured_cells_empty() -> None:

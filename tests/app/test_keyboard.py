@@ -36,6 +36,9 @@ return focused !== without;
 
 
 CONTROLS = "a, button, input, select, textarea, [role=button], [role=radio], [role=spinbutton], [role=combobox]"
+#: The button of the menu of the card on KV use, as `focus` tells it.
+KV_USAGE = "card-kv-usage", "Query, data, picture: Is the KV pool full?"
+IN_MENU = "return document.activeElement.matches('[data-testid=stPopoverBody]')"
 #: A fixed end: nothing refreshes under the walk.
 END = time.strftime("%Y-%m-%dT%H:%M", time.gmtime())
 
@@ -83,7 +86,9 @@ def test_tab_reaches_pages_filters_and_the_menu_of_every_card(page: Browser) -> 
     )
     assert cards
     for card in cards:
-        assert (f"card-{card}", "Query, data, picture") in seen, f"the menu of {card} is out of reach"
+        assert any(part == f"card-{card}" and name.startswith("Query, data, picture: ") for part, name in seen), (
+            f"the menu of {card} is out of reach"
+        )
 
 
 def put_focus(browser: Browser, element: str) -> None:
@@ -105,11 +110,7 @@ def test_a_range_is_chosen_and_a_menu_opened_and_closed_by_keys(page: Browser, a
     put_focus(page, "document.querySelector('.st-key-card-kv-usage button.menu')")
     press(page, Keys.ENTER)
     wait_for(lambda: "recorded as" in page.text(), 30, "the menu opens")
-    wait_for(
-        lambda: page.driver.execute_script("return document.activeElement.matches('[data-testid=stPopoverBody]')"),
-        10,
-        "the menu has the focus",
-    )
+    wait_for(lambda: page.driver.execute_script(IN_MENU), 10, "the menu has the focus")
     for _ in range(20):
         press(page, Keys.TAB)
         if focus(page)[1] == "Download CSV":
@@ -117,7 +118,30 @@ def test_a_range_is_chosen_and_a_menu_opened_and_closed_by_keys(page: Browser, a
     assert focus(page)[1] == "Download CSV", "what the menu holds is out of reach"
     press(page, Keys.ESCAPE)
     wait_for(lambda: "recorded as" not in page.text(), 30, "the menu closes")
-    wait_for(lambda: focus(page) == ("card-kv-usage", "Query, data, picture"), 10, "its button has the focus again")
+    wait_for(lambda: focus(page) == KV_USAGE, 10, "its button has the focus again")
+    press(page, Keys.SPACE)
+    wait_for(lambda: "recorded as" in page.text(), 30, "the menu opens once more")
+    put_focus(page, "document.querySelector('.st-key-card-kv-usage button.menu')")
+    press(page, Keys.ENTER)
+    wait_for(lambda: "recorded as" not in page.text(), 30, "its button closes it")
+    wait_for(lambda: focus(page) == KV_USAGE, 10, "and has the focus")
+    press(page, Keys.ENTER)
+    wait_for(lambda: "model:kvscope_kv_usage:ratio" in page.text(), 30, "the menu opens again")
+    put_focus(page, "document.querySelector('.st-key-card-requests button.menu')")
+    press(page, Keys.ENTER)
+    wait_for(lambda: "model:kvscope_requests_received:rate5m" in page.text(), 30, "the menu of another card")
+    wait_for(lambda: page.driver.execute_script(IN_MENU), 10, "has the focus")
+
+
+def test_a_refresh_leaves_the_focus_where_it_is(page: Browser, app_url: str) -> None:
+    page.open(f"{app_url}/?range=15m", 8)
+    said = "return document.querySelector('.st-key-status').innerText + [...document.querySelectorAll('.js-plotly-plot')].map(g => g._fullData[0].x0)"
+    for card in ("kv-usage", "changes"):  # words over a chart, and words alone
+        put_focus(page, f"document.querySelector('.st-key-card-{card} button.menu')")
+        before = page.driver.execute_script(said)
+        wait_for(lambda before=before: page.driver.execute_script(said) != before, 60, "a refresh")  # type: ignore[misc]
+        time.sleep(1)
+        assert focus(page)[0] == f"card-{card}"
 
 
 def test_a_page_is_opened_by_keys(page: Browser, app_url: str) -> None:

@@ -175,17 +175,60 @@ def test_numbers_on_the_page_are_those_of_the_rows(now_page: Browser, rows: dict
     assert shown in {quantity(value, "ratio") for value in recent["value"]}
 
 
+def apart(page: Browser, card: str) -> float:
+    """Pixels between the open menu and the button of a card."""
+    return float(
+        page.driver.execute_script(
+            f"""const menu = document.querySelector('{_MENU}').getBoundingClientRect();
+            const button = document.querySelector('.st-key-card-{card} button.menu').getBoundingClientRect();
+            return Math.max(menu.top - button.bottom, button.top - menu.bottom, menu.left - button.right, button.left - menu.right)"""
+        )
+    )
+
+
+def test_a_menu_that_a_mouse_closed_is_opened_by_keys(browser: Browser, app_url: str) -> None:
+    browser.open(f"{app_url}/?range=1h", 8)
+    press_menu(browser, "busy")
+    wait_for(lambda: "does not idle" in menu_says(browser), 30, "the menu")
+    ActionChains(browser.driver).click(browser.driver.find_element(By.CSS_SELECTOR, f"{_MENU} p")).perform()
+    ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
+    wait_for(lambda: not menu_says(browser), 30, "Escape closes it")
+    browser.driver.execute_script("document.querySelector('.st-key-card-busy button.menu').focus()")
+    ActionChains(browser.driver).send_keys(Keys.ENTER).perform()
+    wait_for(lambda: "does not idle" in menu_says(browser), 30, "Enter opens it")
+    ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
+    wait_for(lambda: not menu_says(browser), 30, "Escape closes it")
+
+
+def test_a_press_while_a_page_is_being_read_opens_the_menu_once_it_is(browser: Browser, app_url: str) -> None:
+    browser.open(f"{app_url}/?range=24h", 8)
+    browser.driver.execute_script(
+        """document.querySelector('header a[href*=batching]').click();
+        window.pressed = '';
+        const look = setInterval(() => {
+          const button = location.pathname === '/batching' && document.querySelector('.st-key-card-efficiency button.menu');
+          if (!button) return;
+          clearInterval(look);
+          button.click();
+          window.pressed = document.querySelector('.st-key-status .pill:last-child').className;
+        }, 5)"""
+    )
+    wait_for(
+        lambda: "reading" in browser.driver.execute_script("return window.pressed"), 30, "a press while it is read"
+    )
+    wait_for(lambda: "Download CSV" in menu_says(browser), 30, "the menu")
+
+
 def test_the_one_menu_opens_at_whichever_card_is_asked_and_closes_again(browser: Browser, app_url: str) -> None:
     browser.open(f"{app_url}/?range=1h", 8)
     for card, says in (("kv-usage", "share of the pool"), ("busy", "does not idle"), ("kv-usage", "share of the pool")):
         press_menu(browser, card)  # while that of the card before is open
         wait_for(lambda says=says: says in menu_says(browser), 30, f"the menu of {card}")
-        apart = browser.driver.execute_script(
-            f"""const menu = document.querySelector('{_MENU}').getBoundingClientRect();
-            const button = document.querySelector('.st-key-card-{card} button.menu').getBoundingClientRect();
-            return [Math.max(menu.top - button.bottom, button.top - menu.bottom, 0), Math.max(menu.left - button.right, button.left - menu.right, 0)]"""
-        )
-        assert max(apart) < 40, (card, apart)
+        wait_for(lambda card=card: apart(browser, card) < 40, 10, f"it stands at {card}")  # type: ignore[misc]
+    browser.look(1920, 1080, "light")
+    wait_for(lambda: apart(browser, "kv-usage") < 40, 10, "the menu follows its button")
+    browser.look(1280, 800, "light")
+    wait_for(lambda: apart(browser, "kv-usage") < 40, 10, "and back")
     press_menu(browser, "kv-usage")
     wait_for(lambda: not menu_says(browser), 30, "the menu closes by the button that opened it")
     time.sleep(1)  # and does not come back

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,15 @@ import pytest
 
 from alerts import burn
 from observability import catalog, objectives
-from observability.app import budget, queries
+from observability.app import budget, findings, queries, ui
 from observability.app import happened as happening
 from observability.app.happened import happened, incidents
 from observability.app.page_now import in_words
 from observability.app.view import RANGES, View, make_view, refresh_seconds
 from observability.objectives import E2E, ITL, TTFT
 from observability.signals import BY_NAME, WINDOW_SECONDS
-from observability.store.embedded import create
-from observability.store.source import Fired, SeriesSource
+from observability.store.embedded import SignalBlock, create
+from observability.store.source import LOOKBACK_SECONDS, Fired, SeriesSource
 from tests.app import synthetic
 
 
@@ -43,6 +44,85 @@ def written(rows: dict[str, pd.DataFrame], signal: queries.Signal, view: View) -
     return inside.to_dict("records")  # type: ignore[return-value]
 
 
+def once(view: View) -> list[float]:
+    """Moments five minutes apart from the end back: rates over five minutes there count each event once."""
+    return [view.end - 300 * k for k in range(int(view.seconds / 300))]
+
+
+def counted(counter: Callable[[np.ndarray], np.ndarray], end: float, hours: float, **labels: str) -> pd.DataFrame:
+    """The rate over five minutes of a counter, each 15 seconds of some hours to `end`, as a recorder writes it."""
+    times = np.arange(end - hours * 3600, end + 1, 15.0)
+    rate = (counter(times) - counter(times - 300)) / 300
+    return pd.DataFrame({"time": pd.to_datetime(times, unit="s", utc=True), "model": "m", **labels, "value": rate})
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_tokens_of_a_range_are_those_that_a_counter_counted_in_it(tmp_path: Path, name: str) -> None:
+    """Bursts at any moment, one just before the range: the counter itself says what was looked up in it."""
+    end, seconds = 1.8e9, RANGES[name]
+    rng = np.random.default_rng(seconds)
+    bursts = np.sort(np.concatenate([rng.uniform(end - 1.2 * seconds, end, 40), [end - seconds - 60]]))
+    sizes = rng.integers(100, 5000, len(bursts)).astype(float)
+
+    def counter(times: np.ndarray) -> np.ndarray:
+        return np.concatenate([[0.0], np.cumsum(sizes)])[np.searchsorted(bursts, times, side="right")]
+
+    store = create(tmp_path / "store.db")
+    for signal, part in ((queries.QUERIED, 1.0), (queries.HITTABLE, 0.9), (queries.HIT, 0.4)):
+        rate = counted(lambda t, part=part: part * counter(t), end, 1.3 * seconds / 3600, length_bucket="2K-8K")
+        store.append(signal.name, rate)
+    (row,) = queries.hits_by_length(store, make_view("m", seconds, end)).to_dict("records")
+    truth = float(np.diff(counter(np.array([end - seconds, end])))[0])
+    assert row["queried"] == pytest.approx(truth, rel=1e-6)
+    assert row["hit"] == pytest.approx(0.4 * truth, rel=1e-6)
+    assert row["hit_of_hittable"] == pytest.approx(0.4 / 0.9, rel=1e-6)
+
+
+@pytest.mark.parametrize("gauge", ["kvscope_requests_waiting", "kvscope_requests_running", ""])
+def test_a_finding_is_told_with_the_pool_as_it_was_while_requests_waited(tmp_path: Path, gauge: str) -> None:
+    """For 45 minutes the pool is 97 % held while requests wait, then it is empty: the newest make-up is told for five minutes more."""
+    end = 1.8e9
+    store, times = create(tmp_path / "store.db"), np.arange(end - 3 * 3600, end + 1, 15.0)
+    busy, told = (times > end - 3600) & (times <= end - 900), (times > end - 3600) & (times <= end - 600)
+
+    def put(name: str, values: np.ndarray, **labels: str) -> None:  # as a recorder: a moment without a value is told
+        store.append_blocks({name: SignalBlock(times, [{"model": "m", **labels}], values[:, None])})
+
+    put(queries.KV_USAGE.name, np.where(busy, 0.97, 0.05))
+    if gauge:
+        put(f"model:{gauge}:sum", np.where(busy, 5.0, 0.0))
+    put(queries.events_signal(E2E).name, np.where(busy, 0.5, 0.0))
+    for q in (0.99, 0.5):
+        for state, seconds in (("queued", 20.0), ("decode", 10.0)):
+            put(queries.TAIL[q].name, np.where(told, seconds, np.nan), state=state, component="forward_decode")
+    view = make_view("m", 3600, end)
+    slow = queries.makeup_now(store, view, 0.99)
+    assert slow is not None
+    for made in (slow, None):
+        usage = queries.kv_usage_of(store, view, made)
+        assert usage == pytest.approx(0.97)
+        finding = findings.explain(slow, None, usage)
+        assert finding is not None
+        assert "the KV pool is full" in finding.headline
+    assert "Of the five minutes to" in ui.of_when(slow.time, view)
+    assert ui.of_when(pd.Timestamp(end - 15, unit="s", tz="UTC"), view) == ""
+
+
+def test_what_was_is_not_told_as_what_is(tmp_path: Path) -> None:
+    """States of now are absent, with the time of the last, where the newest row is not of now."""
+    end = 1.8e9
+    store = create(tmp_path / "store.db")
+    at = pd.to_datetime([end - 1500, end - 1200], unit="s", utc=True)
+    for le in ("1.0", "+Inf"):
+        store.append(queries.FREE_RUNS.name, pd.DataFrame({"time": at, "model": "m", "le": le, "value": 3.0}))
+    view = make_view("m", 3600, end)
+    assert queries.free_run_lengths(store, view).empty
+    assert len(queries.free_run_lengths(store, make_view("m", 3600, end - 1200))) == 2
+    last = end - 1200 + LOOKBACK_SECONDS  # as Prometheus, a source gives a value for so long
+    told = ui.why_absent(ui.Context(store, view), [queries.FREE_RUNS])
+    assert told == f"Nothing since {pd.Timestamp(last, unit='s'):%-d %b %H:%M}: what it was then is history."
+
+
 def test_hits_are_sums_over_the_range_and_not_means_of_ratios(
     source: SeriesSource, rows: dict[str, pd.DataFrame], view: View
 ) -> None:
@@ -50,7 +130,8 @@ def test_hits_are_sums_over_the_range_and_not_means_of_ratios(
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, signal in (("queried", queries.QUERIED), ("hittable", queries.HITTABLE), ("hit", queries.HIT)):
         for row in written(rows, signal, view):
-            sums[str(row["length_bucket"])][name] += float(row["value"]) * view.step  # type: ignore[arg-type]
+            if row["time"] in once(view):
+                sums[str(row["length_bucket"])][name] += float(row["value"]) * 300  # type: ignore[arg-type]
     assert list(table.index) == [b for b in catalog.LENGTH_BUCKETS if sums[b]["queried"] > 0]
     for bucket, row in table.iterrows():
         truth = sums[str(bucket)]
@@ -178,8 +259,10 @@ def test_the_make_up_of_a_range_weighs_each_moment_by_its_requests(
 ) -> None:
     makeup = queries.makeup_of_range(source, view, 0.9)
     assert makeup is not None
-    weights = {r["time"]: float(r["value"]) for r in written(rows, queries.events_signal(E2E), view)}  # type: ignore[arg-type]
-    parts = written(rows, queries.TAIL[0.9], view)
+    weights = {
+        r["time"]: float(r["value"]) for r in written(rows, queries.events_signal(E2E), view) if r["time"] in once(view)
+    }  # type: ignore[arg-type]
+    parts = [r for r in written(rows, queries.TAIL[0.9], view) if r["time"] in weights]
     truth = sum(float(r["value"]) * weights[r["time"]] for r in parts) / sum(weights.values())  # type: ignore[arg-type]
     assert makeup.seconds == pytest.approx(truth)
 
