@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
 import pandas as pd
 import streamlit as st
@@ -130,6 +130,23 @@ class Selection:
         return make_view(self.model or "", self.seconds, self.end or now, self.zone)
 
 
+_known_zones = functools.cache(available_timezones)  # it looks through folders
+
+
+def _zones() -> list[str]:
+    """Time zones to choose from: UTC, that of the browser, that of the link. They have their names, so that a link shows others the same hours."""
+    wanted = ("UTC", st.context.timezone, st.query_params.get("tz"))
+    return list(dict.fromkeys(zone for zone in wanted if zone in _known_zones()))
+
+
+def _keep_end() -> None:
+    """In another time zone the end of the range is the same moment."""
+    end, before = st.session_state.get("end"), ZoneInfo(st.session_state.get("zone", "UTC"))
+    if end is not None:
+        now = ZoneInfo(st.session_state["tz"] or "UTC")
+        st.session_state["end"] = end.replace(tzinfo=before).astimezone(now).replace(tzinfo=None)
+
+
 def controls(models: Sequence[str]) -> Selection:
     """The row of filters under the header; every choice is in the URL and holds on every page."""
     with st.container(key="controls", horizontal=True, vertical_alignment="center", gap="small"):
@@ -148,15 +165,15 @@ def controls(models: Sequence[str]) -> Selection:
             placeholder="compare with …",
         )  # fmt: skip
         st.space("stretch")
-        zone_name = st.segmented_control(
-            "Time zone", ["UTC", "local"], default="UTC", key="tz", bind="query-params", required=True,
+        zone = st.segmented_control(
+            "Time zone", _zones(), default="UTC", key="tz", bind="query-params", required=True, on_change=_keep_end,
             label_visibility="collapsed",
-        )  # fmt: skip
+        ) or "UTC"  # fmt: skip
         model = st.selectbox(
             "Model", list(models) or ["no model yet"], key="model", bind="query-params", label_visibility="collapsed",
             width=230,
         )  # fmt: skip
-    zone = "UTC" if zone_name != "local" else (st.context.timezone or "UTC")
+    st.session_state["zone"] = zone
     unix = None if end is None else end.replace(tzinfo=ZoneInfo(zone)).timestamp()
     return Selection(model if models else None, RANGES[chosen or DEFAULT_RANGE], unix, zone, versus or "")
 

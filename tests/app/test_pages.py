@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx
 import numpy as np
@@ -255,14 +256,41 @@ def test_hostile_addresses_are_ordinary_pages(browser: Browser, app_url: str) ->
 
 def test_range_zone_and_choices_are_in_the_url_and_hold_on_every_page(browser: Browser, app_url: str) -> None:
     browser.look(1280, 800, "light")
-    browser.open(f"{app_url}/?range=15m&tz=local", CHARTS[""])
+    browser.open(f"{app_url}/?range=15m&tz=Asia/Kolkata", CHARTS[""])
     for name, path in (("KV cache", "kv-cache"), ("P99", "p99")):
         browser.driver.find_element(By.XPATH, f"//header//a[contains(., '{name}')]").click()
         wait_for(lambda path=path: len(browser.charts()) == CHARTS[path] and browser.status() == "live", 90, name)  # type: ignore[misc]
         assert browser.driver.current_url.split("?")[0] == f"{app_url}/{path}"
-        assert {"range=15m", "tz=local"} <= set(browser.driver.current_url.split("?")[1].split("&"))
+        assert {"range=15m", "tz=Asia/Kolkata"} <= set(unquote(browser.driver.current_url).split("?")[1].split("&"))
     browser.driver.find_element(By.XPATH, "//button[.='6h']").click()
     wait_for(lambda: "range=6h" in browser.driver.current_url, 10, "the range in the URL")
+
+
+def test_a_link_shows_the_same_hours_in_every_time_zone(browser: Browser, app_url: str, end: float) -> None:
+    """A colleague in another zone sees what was sent; another clock leaves the end of the range where it was."""
+    axis = "const a = document.querySelector('.st-key-card-requests .js-plotly-plot')._fullLayout.xaxis; return [a.range[0].slice(0, 16), a.range[1].slice(0, 16)]"
+    until = pd.Timestamp(end // 60 * 60 - 3600, unit="s", tz="UTC")
+
+    def hours(zone: str) -> list[str]:
+        local = until.tz_convert(zone).tz_localize(None)
+        return [f"{at:%Y-%m-%d %H:%M}" for at in (local - pd.Timedelta(hours=1), local)]
+
+    def shown() -> list[str]:
+        return [each.replace("T", " ") for each in browser.driver.execute_script(axis)]
+
+    berlin = f"{app_url}/?range=1h&tz=Europe/Berlin&end={until.tz_convert('Europe/Berlin'):%Y-%m-%dT%H:%M}"
+    try:
+        for zone in ("Europe/Berlin", "America/New_York"):
+            browser.driver.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": zone})
+            browser.open(berlin, CHARTS[""])
+            assert shown() == hours("Europe/Berlin")
+        for zone in ("America/New_York", "UTC"):
+            browser.driver.find_element(By.XPATH, f"//button[.='{zone}']").click()
+            wait_for(lambda zone=zone: shown() == hours(zone), 30, f"the same hours on the clock of {zone}")  # type: ignore[misc]
+            link = unquote(browser.driver.current_url)
+            assert f"end={until.tz_convert(zone):%Y-%m-%dT%H:%M}" in link
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": ""})
 
 
 #: By card: what the buttons over its chart say, and what Plotly's own legend of the same chart says.
