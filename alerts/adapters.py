@@ -26,12 +26,18 @@ FOLDER = "alerts/generated/adapters"
 
 
 def objective_recordings(adapter: Adapter) -> Iterator[Recording]:
-    """The three rates that burn rates are made of (alerts/burn.py), for each general latency objective that is fed. An engine
-    without classes has one budget a model."""
-    for objective in o.LATENCY_OBJECTIVES:
-        if objective.name in adapter.latencies:
+    """The three rates that burn rates are made of (alerts/burn.py), for each latency objective that is fed but those of classes: an
+    engine without classes has one budget a model."""
+    for objective in o.OBJECTIVES:
+        if (
+            isinstance(objective, o.LatencyObjective)
+            and not objective.request_class
+            and objective.name in adapter.latencies
+        ):
             source = adapter.latencies[objective.name].source
-            total, good = promql.threshold_rates(adapter, objective, source, WINDOW)
+            others = "|".join(o.excluded(objective).get("model", ()))
+            models = f'="{objective.model}"' if objective.model else f'!~"{others}"' if others else ""
+            total, good = promql.threshold_rates(adapter, objective, source, WINDOW, models)
             labels = {"objective": objective.name}
             yield Recording(burn.EVENTS, total, labels)
             yield Recording(burn.BAD, f"{total} - {good}", labels)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from observability import catalog as c
 from observability.errors import ConfigError
-from observability.objectives import LATENCY_OBJECTIVES
+from observability.objectives import OBJECTIVES, LatencyObjective
 
 #: Most bounds of each: a bound costs one series for each class (tail: for each state and component).
 MOST = {"latency": 300, "inter_token": 300, "tail": 64}
@@ -22,7 +22,7 @@ _FAMILIES = {
     "tail": (),
 }
 NEEDED = {
-    name: {o.threshold_seconds for o in LATENCY_OBJECTIVES if o.family in families} or {0.0}
+    name: {o.threshold_seconds for o in OBJECTIVES if isinstance(o, LatencyObjective) and o.family in families} or {0.0}
     for name, families in _FAMILIES.items()
 }
 

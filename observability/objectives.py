@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from observability import catalog, config
 from observability.catalog import Family
@@ -183,8 +183,23 @@ def excluded(objective: Objective, among: Sequence[Objective] | None = None) -> 
     return out
 
 
+_Kind = TypeVar("_Kind", bound=Objective)
+
+
+def held_to(model: str, general: _Kind) -> _Kind:
+    """What `model` is held to over its classes: its own objective of the name, else the `general` one, which leaves out classes that have
+    their own (`left_out`)."""
+    own = (x for x in OBJECTIVES if model and (x.name, x.model) == (general.name, model))
+    return next((x for x in own if isinstance(x, type(general))), general)
+
+
+def left_out(objective: Objective) -> tuple[str, ...]:
+    """Classes whose events `objective` does not count."""
+    return excluded(objective).get("class", ())
+
+
 OBJECTIVES: tuple[Objective, ...] = _read()
-#: The general latency objectives: what a chart over all classes of a model is held against.
+#: The general latency objectives; a model is held to `held_to` of each.
 LATENCY_OBJECTIVES: tuple[LatencyObjective, ...] = tuple(
     x for x in OBJECTIVES if isinstance(x, LatencyObjective) and not x.applies_to
 )

@@ -7,13 +7,21 @@ and the objectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from observability import catalog as c
 from observability.catalog import Family
-from observability.objectives import LATENCY_OBJECTIVES, QUANTIZATION_BUDGET, TTFT
+from observability.objectives import (
+    LATENCY_OBJECTIVES,
+    OBJECTIVES,
+    QUANTIZATION_BUDGET,
+    TTFT,
+    LatencyObjective,
+    left_out,
+)
 
 WINDOW_SECONDS = 300
 WINDOW = "5m"
@@ -24,9 +32,9 @@ WINDOW = "5m"
 
 @dataclass(frozen=True)
 class Not:
-    """In a selector: any value of a label but this one."""
+    """In a selector: any value of a label but these."""
 
-    value: str
+    values: tuple[str, ...]
 
 
 Where = Mapping[str, str | tuple[str, ...] | Not]
@@ -39,7 +47,8 @@ def _selector(family: Family, where: Where) -> str:
 
 def _matcher(label: str, wanted: str | tuple[str, ...] | Not) -> str:
     if isinstance(wanted, Not):
-        return f'{label}!="{wanted.value}"'
+        [one, *more] = wanted.values
+        return f'{label}!~"{"|".join(wanted.values)}"' if more else f'{label}!="{one}"'
     return f'{label}="{wanted}"' if isinstance(wanted, str) else f'{label}=~"{"|".join(wanted)}"'
 
 
@@ -309,6 +318,75 @@ def _percent(q: float) -> str:
     return f"p{q * 100:g}".replace(".", "_")
 
 
+def without(classes: tuple[str, ...]) -> str:
+    """Part of the name of a signal that does not count `classes`."""
+    return "_without_" + "_".join(classes) if classes else ""
+
+
+def of_every_class(name: str) -> str:
+    """The signal `name` as it is called where it counts every class."""
+    return re.sub(r"_without_\w+(?=:)", "", name)
+
+
+def events_name(objective: LatencyObjective, classes: tuple[str, ...]) -> str:
+    """Name of the signal that is the rate of an objective's events but those of `classes`."""
+    return f"model:{objective.family.name}{without(classes)}:rate5m"
+
+
+def share_name(objective: LatencyObjective, classes: tuple[str, ...]) -> str:
+    """Name of the signal that is the share of these events over the objective's threshold. Another threshold is another signal, so that what
+    was recorded for one never passes for the other."""
+    general = next(x for x in LATENCY_OBJECTIVES if x.name == objective.name)
+    over = f"_over_{objective.threshold_seconds:g}s" if objective.threshold_seconds != general.threshold_seconds else ""
+    return f"model:{objective.family.name}{without(classes)}:error_ratio{re.sub(r'[^_a-z0-9]', '_', over)}_rate5m"
+
+
+def outcomes_name(classes: tuple[str, ...]) -> str:
+    """Name of the signal that is the rate of ended requests by outcome but those of `classes`."""
+    return f"model_outcome:kvscope_requests{without(classes)}:rate5m"
+
+
+def counted(general: LatencyObjective) -> Iterator[tuple[LatencyObjective, tuple[str, ...]]]:
+    """What is counted for the objectives that a model can be held to, each with the classes that are not: all events for the general one, then
+    for each the events that it judges."""
+    yield general, ()
+    for each in OBJECTIVES:
+        if isinstance(each, LatencyObjective) and each.name == general.name and not each.request_class:
+            yield each, left_out(each)
+
+
+def _but(classes: tuple[str, ...]) -> dict[str, Not]:
+    return {"class": Not(classes)} if classes else {}
+
+
+def but_for(classes: tuple[str, ...]) -> str:
+    """What a title says of `classes` that are not counted."""
+    return f" without {' and '.join(classes)}" if classes else ""
+
+
+def _measured(objective: LatencyObjective, classes: tuple[str, ...]) -> Iterator[Signal]:
+    """How many events an objective has and which share of them is over its threshold, without those of `classes`."""
+    family, title, but = objective.family, objective.title, _but(classes)
+    total = _sum(Rate(family, {**but, "le": "+Inf"}), "model")
+    good = _sum(Rate(family, {**but, "le": str(float(objective.threshold_seconds))}), "model")
+    yield Signal(
+        events_name(objective, classes), f"{title}: {objective.events} measured per second{but_for(classes)}",
+        _PER_SECOND[objective.events], total, M,
+    )  # fmt: skip
+    yield Signal(
+        share_name(objective, classes), f"Share of {title.lower()} over {objective.threshold_seconds:g} s{but_for(classes)}",
+        "ratio", OneMinus(Ratio(good, total, M)), M, UNIT,
+    )  # fmt: skip
+
+
+def _outcome_signals() -> Iterator[Signal]:
+    """Ended requests of every class, and without classes that have an availability objective of their own."""
+    general = next(x for x in OBJECTIVES if x.name == "availability" and not x.applies_to)
+    for classes in dict.fromkeys(((), left_out(general))):
+        rate = _sum(Rate(c.REQUESTS, _but(classes)), "model", "outcome")
+        yield Signal(outcomes_name(classes), f"Ended requests by outcome{but_for(classes)}", "requests/s", rate, ("model", "outcome"))  # fmt: skip
+
+
 def _latency_signals() -> list[Signal]:
     out = []
     for objective in LATENCY_OBJECTIVES:
@@ -316,27 +394,11 @@ def _latency_signals() -> list[Signal]:
         for q in QUANTILES:
             name, title = f"model:{short}:{_percent(q)}_5m", f"{objective.title} {_percent(q)}"
             out.append(Signal(name, title, "seconds", _quantile(family, q, "model"), M))
-        good = _rate(family, "model", le=str(float(objective.threshold_seconds)))
+        measured = [signal for each, classes in counted(objective) for signal in _measured(each, classes)]
+        out += {signal.name: signal for signal in measured}.values()
         total = _rate(family, "model", le="+Inf")
-        events = objective.events
-        out.append(
-            Signal(
-                f"model:{short}:rate5m",
-                f"{objective.title}: {events} measured per second",
-                _PER_SECOND[events],
-                total,
-                M,
-            )
-        )
-        out.append(
-            Signal(
-                f"model:{short}:error_ratio_rate5m",
-                f"Share of {objective.title.lower()} over {objective.threshold_seconds:g} s",
-                "ratio", OneMinus(Ratio(good, total, M)), M, UNIT,
-            )
-        )  # fmt: skip
         # Buckets are cumulative: of the finite ones the last has the highest rate, the first the lowest, whatever their bounds.
-        finite = _sum(Rate(family, {"le": Not("+Inf")}), "model", "le")
+        finite = _sum(Rate(family, {"le": Not(("+Inf",))}), "model", "le")
         overflow = OneMinus(Ratio(Aggregate("max", finite, M), total, M))
         out.append(Signal(f"model:{short}:overflow_ratio_rate5m", f"{objective.title}: share above the top bucket bound", "ratio", overflow, M, UNIT))  # fmt: skip
         first = Ratio(Aggregate("min", finite, M), total, M)
@@ -479,7 +541,7 @@ def _gpu_signals() -> list[Signal]:
 
 SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_requests_received:rate5m", "Requests per second", "requests/s", _rate(c.REQUESTS_RECEIVED, "model"), M),
-    Signal("model_outcome:kvscope_requests:rate5m", "Ended requests by outcome", "requests/s", _rate(c.REQUESTS, "model", "outcome"), ("model", "outcome")),
+    *_outcome_signals(),
     Signal("model:kvscope_prompt_tokens:rate5m", "Prompt tokens per second", "tokens/s", _rate(c.PROMPT_TOKENS, "model"), M),
     Signal("model:kvscope_generation_tokens:rate5m", "Generated tokens per second", "tokens/s", _rate(c.GENERATION_TOKENS, "model"), M),
     Signal("model:kvscope_requests_running:sum", "Requests running", "requests", _sum(Gauge(c.REQUESTS_RUNNING), "model"), M),

@@ -10,7 +10,7 @@ from exporters.adapters.capability import YES, Capability, no, partial
 from exporters.adapters.promql import objective_of
 from exporters.adapters.table import Adapter
 from exporters.adapters.vllm_plugin import CAPABILITIES as VLLM_PLUGIN
-from observability.signals import BY_NAME
+from observability.signals import BY_NAME, of_every_class
 
 ADAPTERS: Mapping[str, Adapter] = {
     module.ADAPTER.engine: module.ADAPTER for module in (vllm, sglang, llamacpp, trtllm, triton, tgi, dynamo, ray)
@@ -85,8 +85,8 @@ def capability(engine: str, signal: str) -> Capability:
         )
         reason = "; ".join(text for text in told if text)
         return partial(reason) if reason else YES
-    if signal in adapter.feeds:
-        return adapter.feeds[signal].capability
+    if (feed := adapter.feeds.get(of_every_class(signal))) is not None:
+        return feed.capability
     for part, reason in (*adapter.lacks, *_NOWHERE):
         if part in signal:
             return no(reason)

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 
 from exporters.adapters.table import Adapter, Feed, Histogram, Level, Rate, Series, Share, Split
 from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
-from observability.signals import BY_NAME, QUANTILES, WINDOW, Signal
+from observability.signals import (
+    BY_NAME,
+    QUANTILES,
+    WINDOW,
+    Signal,
+    counted,
+    events_name,
+    of_every_class,
+    share_name,
+)
 
 M = ("model",)
 MI = ("model", "instance")
@@ -91,23 +100,28 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
     for q in QUANTILES:
         inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({lowest}{{{engine}}} / {q:g}, 1)"
         yield f"model:{name}:p{q * 100:g}_5m", _scaled(inside, source.of.scale, compound=True)
-    events, good = threshold_rates(adapter, objective, source, WINDOW)
-    yield f"model:{name}:rate{WINDOW}", events
-    yield f"model:{name}:error_ratio_rate{WINDOW}", f"1 - {good} / {events}"
+    measured: dict[str, str] = {}
+    for each, classes in counted(objective):  # engines without classes have none to leave out
+        events, good = threshold_rates(adapter, each, source, WINDOW)
+        measured |= {events_name(each, classes): events, share_name(each, classes): f"1 - {good} / {events}"}
+    yield from measured.items()
     yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - max by (model) ({finite}) / {total}"
 
 
-def threshold_rates(adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str) -> tuple[str, str]:
+def threshold_rates(
+    adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str, models: str = ""
+) -> tuple[str, str]:
     """Rates of all events and of those within the objective's threshold: exact where the target has that bucket bound, else from
-    the bound below."""
+    the bound below. `models`: what the label of the model must match, such as `="a"`."""
+    only = f"{adapter.model_label or 'model'}{models}," if models else ""
     exact = f"{objective.threshold_seconds / source.of.scale:g}"
     bounds = [exact.replace(".", r"\.")] + ([source.bound] if source.bound and source.bound != exact else [])
     good = []
     for bound in bounds:
         pattern = (bound if "\\" in bound else bound.replace(".", r"\.")).replace("\\", "\\\\")
         pattern += r"(\\.0+)?" if "." not in bound else "0*"  # "1", "1.0" and "1.00" are one bound
-        good.append(vector(adapter, source.of, window=window, suffix="_bucket", where=f'le=~"{pattern}"'))
-    total = vector(adapter, source.of, window=window, suffix="_bucket", where='le="+Inf"')
+        good.append(vector(adapter, source.of, window=window, suffix="_bucket", where=f'{only}le=~"{pattern}"'))
+    total = vector(adapter, source.of, window=window, suffix="_bucket", where=f'{only}le="+Inf"')
     return f"sum by (model) ({total})", f"sum by (model) ({' or on (job, instance) '.join(good)})"
 
 
@@ -120,7 +134,7 @@ def _scaled(text: str, scale: float, *, compound: bool = False) -> str:
 def objective_of(signal: Signal) -> LatencyObjective | None:
     """The latency objective that `signal` is worked out for."""
     for objective in LATENCY_OBJECTIVES:
-        if signal.name.startswith(f"model:{objective.family.name}:"):
+        if of_every_class(signal.name).startswith(f"model:{objective.family.name}:"):
             return objective
     return None
 
@@ -137,7 +151,7 @@ def recorded(adapter: Adapter) -> list[tuple[str, str]]:
         if objective is not None and objective.name in adapter.latencies and objective.name not in done:
             done.add(objective.name)
             out += latency(adapter, objective, adapter.latencies[objective.name].source)
-        feed: Feed | None = adapter.feeds.get(signal.name)
+        feed: Feed | None = adapter.feeds.get(of_every_class(signal.name))
         if feed is not None:
             assert not isinstance(feed.source, Histogram)
             out.append((signal.name, expression(adapter, feed.source)))

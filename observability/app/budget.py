@@ -36,14 +36,16 @@ class Budget:
 
 
 def rates(source: SeriesSource, objective: Objective, start: float, end: float, where: dict[str, str]) -> pd.DataFrame:
-    """Columns events and bad (per second) by time, each five minutes."""
+    """Columns events and bad (per second) by time, each five minutes; without times at which events, but not which of them were bad, are
+    known: another threshold was recorded then."""
     if isinstance(objective, LatencyObjective):
         events, over = (
             source.range(signal.name, start, end, STEP, where).set_index("time")["value"]
             for signal in (queries.events_signal(objective), queries.over_threshold_signal(objective))
         )
-        return pd.DataFrame({"events": events, "bad": events * over}).fillna(0.0)
-    outcomes = source.range(queries.OUTCOMES.name, start, end, STEP, where)
+        frame = pd.DataFrame({"events": events, "bad": events * over})
+        return frame[frame["bad"].notna() | ~(frame["events"] > 0)].fillna(0.0)
+    outcomes = source.range(queries.outcomes_signal(objective).name, start, end, STEP, where)
     ended, bad = (
         outcomes[outcomes["outcome"].isin(kinds)].groupby("time")["value"].sum()
         for kinds in ((*GOOD_OUTCOMES, *BAD_OUTCOMES), BAD_OUTCOMES)

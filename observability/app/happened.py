@@ -15,7 +15,7 @@ from observability.app.derived import shared
 from observability.app.marks import Mark
 from observability.app.view import View, unix_seconds
 from observability.errors import StoreError
-from observability.objectives import OBJECTIVES, excluded
+from observability.objectives import OBJECTIVES, held_to
 from observability.signals import BY_NAME
 from observability.store.source import Fired, SeriesSource
 
@@ -54,14 +54,12 @@ def incidents(fired: Sequence[Fired]) -> list[Mark]:
 
 
 def burns(source: SeriesSource, view: View) -> list[Mark]:
-    """Spans in which a general objective burnt its budget as fast as alerts/burn.py pages for, over both windows of a pair and with enough
-    events; of a source that evaluates no alerts. About when it would have paged: the sums are of whole five minutes, and the alert waits
-    some minutes more. A model with an objective of its own has none of the general one."""
+    """Spans in which an objective of the model burnt its budget as fast as alerts/burn.py pages for, over both windows of a pair and with
+    enough events; of a source that evaluates no alerts. About when it would have paged: the sums are of whole five minutes and over
+    classes; the alert waits some minutes more and looks at each class."""
     marks = []
     start, end = (at // STEP * STEP for at in (view.start, view.end))
-    for objective in OBJECTIVES:
-        if objective.applies_to or view.model in excluded(objective).get("model", ()):
-            continue
+    for objective in (held_to(view.model, general) for general in OBJECTIVES if not general.applies_to):
         longest = max(long for _, long, _ in PAGING)
         every = rates(source, objective, start - longest, end, view.where)
         times = unix_seconds(every.index)

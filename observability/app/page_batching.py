@@ -8,7 +8,7 @@ from observability import catalog
 from observability.app import charts, queries, ui
 from observability.app.ui import Context, Panel
 from observability.app.units import setting
-from observability.objectives import TTFT
+from observability.objectives import OBJECTIVES, TTFT, LatencyObjective, held_to, left_out
 from observability.signals import BY_NAME, Signal
 
 _FORWARD = (queries.STEP_TOKENS, queries.STEP_SHARE)
@@ -56,16 +56,33 @@ EFFICIENCY = (
     ),
     _lines("step-duration", "How long does a step take?", "P99", DURATION, ("kind",), "By what the step held. Every running request waits for the whole step."),
 )  # fmt: skip
-QUEUES = (
-    _lines("class-waiting", "Which class waits?", "requests", CLASS_WAITING, ("class",), "Requests queued, waiting for KV blocks or preempted, by priority class."),
-    _lines("class-running", "Which class runs?", "requests", CLASS_RUNNING, ("class",), "Requests in prefill or decode by priority class."),
-    _lines(
-        "class-ttft", "Which class is slow?", "TTFT P99", CLASS_TTFT, ("class",),
-        "Time to first token by priority class. Only the lowest class slow: priorities do their work. All slow: capacity.",
-        charts.Line(TTFT.threshold_seconds, setting(TTFT.threshold_seconds, "seconds")),
-    ),
-    _lines("promotions", "Does anybody wait too long?", "/s", PROMOTIONS, ("class",), "Requests that were overdue in their queue and went to the front."),
-)  # fmt: skip
+
+
+def queues(model: str) -> tuple[Panel, ...]:
+    """Who waits, runs and is slow, by priority class."""
+    return (
+        _lines("class-waiting", "Which class waits?", "requests", CLASS_WAITING, ("class",), "Requests queued, waiting for KV blocks or preempted, by priority class."),
+        _lines("class-running", "Which class runs?", "requests", CLASS_RUNNING, ("class",), "Requests in prefill or decode by priority class."),
+        _lines(
+            "class-ttft", "Which class is slow?", "TTFT P99", CLASS_TTFT, ("class",),
+            "Time to first token by priority class. Only the lowest class slow: priorities do their work. All slow: capacity.",
+            *class_limits(model),
+        ),
+        _lines("promotions", "Does anybody wait too long?", "/s", PROMOTIONS, ("class",), "Requests that were overdue in their queue and went to the front."),
+    )  # fmt: skip
+
+
+def class_limits(model: str) -> list[charts.Line]:
+    """When first tokens of `model` are late, also for the classes that have an objective of their own."""
+    held = held_to(model, TTFT)
+    own = [x for x in OBJECTIVES if x.name == held.name and x.request_class in left_out(held)]
+    return [
+        charts.Line(x.threshold_seconds, " ".join((setting(x.threshold_seconds, "seconds"), x.request_class)).strip())
+        for x in (held, *own)
+        if isinstance(x, LatencyObjective)
+    ]
+
+
 PRESSURE = (
     Panel(
         "spread", "How uneven are prompts?", "q75 / q25", tuple(SPREAD.values()),
@@ -88,7 +105,7 @@ CONTROLLER = (
 
 def draw(context: Context) -> None:
     """Efficiency, classes, pressure, controller: a row each."""
-    for row in (EFFICIENCY, QUEUES, PRESSURE, CONTROLLER):
+    for row in (EFFICIENCY, queues(context.view.model), PRESSURE, CONTROLLER):
         for column, panel in zip(st.columns(len(row)), row, strict=True):
             with column:
                 ui.card(context, panel, 165)

@@ -136,11 +136,11 @@ def _risks(context: Context, model: str, seen: Seen) -> Content:
         )
     data = pd.DataFrame([(LIMIT_TITLES.get(r.breach.name, r.breach.name), r.breach.limit, r.chance, r.seconds) for r in found],
                         columns=["limit", "value", "chance", "seconds_until"])  # fmt: skip
-    return Content(risks_table(found), data=data)
+    return Content(risks_table(found, context.view.model), data=data)
 
 
-def risks_table(found: Sequence[Risk]) -> str:
-    """HTML: each limit with its chance and the time until it is passed, the objectives that are not forecast last."""
+def risks_table(found: Sequence[Risk], model: str) -> str:
+    """HTML: each limit with its chance and the time until it is passed, the objectives of `model` that are not forecast last."""
     rows = "".join(
         f'<tr class="{"" if risk.chance >= 0.05 else "quiet"}"><td>{escape(LIMIT_TITLES.get(risk.breach.name, risk.breach.name))}</td>'
         f"<td>{'below' if risk.breach.below else 'above'} {setting(risk.breach.limit, risk.signal.unit)}</td>"
@@ -148,7 +148,7 @@ def risks_table(found: Sequence[Risk]) -> str:
         for risk in found
     )
     told = {risk.breach.name for risk in found}
-    lacking = [objective for objective in LATENCY_OBJECTIVES if objective.name not in told]
+    lacking = [objective for objective in queries.held_latencies(model) if objective.name not in told]
     rows += "".join(f'<tr class="quiet"><td>{escape(LIMIT_TITLES[each.name])}</td><td>above {setting(each.threshold_seconds, "seconds")}</td><td>{ABSENT}</td><td>not forecast</td></tr>' for each in lacking)  # fmt: skip
     return f'<table class="plain"><tr><th></th><th>limit</th><th>chance within 1 h</th><th>time until then</th></tr>{rows}</table>'
 
@@ -242,7 +242,7 @@ def _forecast(context: Context, signal: Signal, model: str, seen: Seen) -> Conte
         return Content(
             absent="No forecast of this series was stored in this range or the three days before its end. Start `kvscope forecast` beside the recorder."
         )
-    threshold = queries.threshold_of(signal)
+    threshold = queries.threshold_of(signal, view.model)
     lines = () if threshold is None else (charts.Line(threshold, setting(threshold, signal.unit)),)
     figure = charts.forecast(
         prospect.came, chosen.past, chosen.ahead, signal.unit, context.frame(HEIGHT, lines),

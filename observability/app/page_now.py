@@ -19,13 +19,14 @@ from observability.objectives import (
     BAD_OUTCOMES,
     GOOD_OUTCOMES,
     KV_USAGE_WARNING,
-    LATENCY_OBJECTIVES,
     OBJECTIVES,
     AvailabilityObjective,
     LatencyObjective,
     Objective,
+    held_to,
+    left_out,
 )
-from observability.signals import Signal
+from observability.signals import Signal, but_for
 from observability.store.source import SeriesSource
 
 Words = Callable[[Context, pd.DataFrame], str]
@@ -35,11 +36,12 @@ _VERDICTS = {"met": "✓ met", "near": "▲ near", "missed": "✕ missed", "unkn
 def _objective_words(objective: LatencyObjective) -> Words:
     def words(context: Context, data: pd.DataFrame) -> str:
         now = queries.objective_now(context.source, context.view, objective)
+        told = _VERDICTS[now.verdict] if now.share_over is not None or now.p99 is None else "not recorded"
         return (
             f'<div class="figure"><b>{quantity(now.p99, "seconds")}</b>'
-            f'<em class="verdict {now.verdict}">{_VERDICTS[now.verdict]}</em>'
-            f"<span>{quantity(now.share_over, 'ratio')} over {setting(objective.threshold_seconds, 'seconds')},"
-            f" {setting(now.allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
+            f'<em class="verdict {now.verdict}">{told}</em>'
+            f"<span>{quantity(now.share_over, 'ratio')} over {setting(objective.threshold_seconds, 'seconds')}"
+            f"{but_for(left_out(objective))}, {setting(now.allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
         )
 
     return words
@@ -49,7 +51,7 @@ def budget_line(context: Context, objective: Objective) -> str:
     """What is left of the error budget and how fast it goes, as HTML."""
     found = budget.budget(context.source, context.view, objective)
     if found is None:
-        return '<p class="limits">No events yet, so no budget.</p>'
+        return '<p class="limits">Nothing counted yet, so no budget.</p>'
     left = f"{found.left * 100:.0f} % left" if found.left >= 0 else f"overspent {1 - found.left:.1f} times"
     spans = "30 d" if found.days >= 29.5 else f"30 d, from {found.days:.1f} d of data"
     burns = ", ".join(
@@ -61,29 +63,40 @@ def budget_line(context: Context, objective: Objective) -> str:
     return f'<p class="limits {kind}">Budget of {spans}: <b>{left}</b>; burns {burns or "nothing"}</p>'
 
 
-def _outcome_shares(source: SeriesSource, view: View) -> pd.DataFrame:
-    """Share of the requests that ended badly, of those that ended by anything but an abort."""
-    frame = queries.over_time(source, view, queries.OUTCOMES)
+def _outcome_shares(source: SeriesSource, view: View, signal: Signal) -> pd.DataFrame:
+    """Share of the requests of `signal` that ended badly, of those that ended by anything but an abort."""
+    frame = queries.over_time(source, view, signal)
     ended = frame[frame["outcome"].isin((*GOOD_OUTCOMES, *BAD_OUTCOMES))].groupby("time")["value"].sum()
     bad = frame[frame["outcome"].isin(BAD_OUTCOMES)].groupby("time")["value"].sum().reindex(ended.index, fill_value=0.0)
     return (bad / ended.where(ended > 0)).dropna().rename("value").rename_axis("time").reset_index()
 
 
+def _left_out(objective: Objective) -> str:
+    """Whom an objective does not judge, in words."""
+    classes = left_out(objective)
+    if not classes:
+        return ""
+    quantiles = " (P99 has all)" if isinstance(objective, LatencyObjective) else ""
+    return f" Verdict and budget leave out {' and '.join(classes)}, which alerts hold to objectives of their own{quantiles}."
+
+
 def _availability_panel(objective: Objective) -> Panel:
-    allowed = 1 - objective.target
+    allowed, outcomes = 1 - objective.target, queries.outcomes_signal(objective)
 
     def words(context: Context, data: pd.DataFrame) -> str:
         failed = queries.current(data, context.view)
         verdict = "unknown" if failed is None else "missed" if failed > allowed else "met"
         return (
             f'<div class="figure"><b>{quantity(failed, "ratio")}</b><em class="verdict {verdict}">{_VERDICTS[verdict]}</em>'
-            f"<span>failed, {setting(allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
+            f"<span>failed{but_for(left_out(objective))}, {setting(allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
         )
 
     return Panel(
-        f"objective-{objective.name}", "Do requests end well?", "% failed", (queries.OUTCOMES,), _outcome_shares,
+        f"objective-{objective.name}", "Do requests end well?", "% failed", (outcomes,),
+        lambda source, view: _outcome_shares(source, view, outcomes),
         lambda data, frame: charts.lines(data, "ratio", frame), lines=(charts.Line(allowed, setting(allowed, "ratio")),),
-        note="Requests that ended by error, refusal or deadline, of all that ended by anything but an abort.", words=words, compared=True,
+        note="Requests that ended by error, refusal or deadline, of all that ended by anything but an abort."
+        f"{_left_out(objective)}", words=words, compared=True,
     )  # fmt: skip
 
 
@@ -95,8 +108,9 @@ def _objective_panel(objective: LatencyObjective) -> Panel:
         lambda source, view: queries.over_time(source, view, p99),
         lambda data, frame: charts.lines(data, "seconds", frame),
         lines=(line,),
-        note=f"Objective: {objective.target:.0%} at or under {setting(objective.threshold_seconds, 'seconds')}. "
-        "The verdict is judged by the share over the threshold, which is exact; P99 is interpolated in its bucket.",
+        note=f"Objective: {setting(objective.target, 'ratio')} at or under {setting(objective.threshold_seconds, 'seconds')}. "
+        "The verdict is judged by the share over the threshold, which is exact; P99 is interpolated in its bucket."
+        f"{_left_out(objective)}",
         words=_objective_words(objective), compared=True,
     )  # fmt: skip
 
@@ -126,10 +140,15 @@ def _busy(source: SeriesSource, view: View) -> pd.DataFrame:
     return busy.reset_index()
 
 
-PANELS = (
-    *(_objective_panel(o) for o in LATENCY_OBJECTIVES),
-    *(_availability_panel(o) for o in OBJECTIVES if isinstance(o, AvailabilityObjective) and not o.applies_to),
-)
+def panels(model: str) -> tuple[Panel, ...]:
+    """One for each objective that `model` is held to."""
+    held = [held_to(model, general) for general in OBJECTIVES if not general.applies_to]
+    return (
+        *(_objective_panel(o) for o in held if isinstance(o, LatencyObjective)),
+        *(_availability_panel(o) for o in held if isinstance(o, AvailabilityObjective)),
+    )
+
+
 SATURATION = (
     _saturation_panel(
         "requests", "How much load arrives?", queries.REQUESTS, "Requests received per second, over five minutes."
@@ -152,7 +171,8 @@ SATURATION = (
 
 def draw(context: Context) -> None:
     """Objectives, saturation, changes, and where the slow requests wait."""
-    for column, panel in zip(st.columns(len(PANELS)), PANELS, strict=True):
+    objectives = panels(context.view.model)
+    for column, panel in zip(st.columns(len(objectives)), objectives, strict=True):
         with column:
             ui.card(context, panel, 90)
     for column, panel in zip(st.columns(len(SATURATION)), SATURATION, strict=True):

@@ -17,7 +17,7 @@ from observability.app.settings import TRACE_URL_VARIABLE
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
 from observability.app.view import View, moment
-from observability.objectives import E2E, LATENCY_OBJECTIVES, TTFT, LatencyObjective
+from observability.objectives import E2E, TTFT, LatencyObjective
 
 QUANTILES = {"P99": 0.99, "P90": 0.9, "P50": 0.5}
 #: Which requests are explained: name -> in words, as the URL has it.
@@ -53,7 +53,7 @@ def quantile_panel(objective: LatencyObjective) -> Panel:
         lambda source, view: queries.latency_quantiles(source, view, objective),
         lambda data, frame: charts.lines(data, "seconds", frame),
         lines=(charts.Line(objective.threshold_seconds, limit),),
-        note=f"Objective: {objective.target:.0%} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.", compared=True,
+        note=f"Objective: {setting(objective.target, 'ratio')} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.", compared=True,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def draw(context: Context) -> None:
     for column, shown in zip(st.columns(2), ORDERS, strict=True):
         with column:
             ui.card(context, makeup_panel(q, shown), 220)
-    for column, objective in zip(st.columns(3), LATENCY_OBJECTIVES, strict=True):
+    for column, objective in zip(st.columns(3), queries.held_latencies(context.view.model), strict=True):
         with column:
             ui.card(context, quantile_panel(objective), 190)
 

@@ -16,7 +16,7 @@ from observability.app.queries import Change
 from observability.app.trends import Curve
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
-from observability.objectives import E2E, TTFT, LatencyObjective
+from observability.objectives import E2E, TTFT, LatencyObjective, held_to
 from observability.signals import Signal
 
 CURVE_HEIGHT, HEIGHT = 300, 190
@@ -110,13 +110,15 @@ def week_words(data: pd.DataFrame, before: pd.DataFrame, signal: Signal) -> str:
     return f'<div class="figure"><b>{quantity(now, signal.unit)}</b><span>median, {told}</span></div>'
 
 
-_LIMIT = charts.Line(TTFT.threshold_seconds, setting(TTFT.threshold_seconds, "seconds"))
-WEEK = (
-    _week_panel("week-requests", "More load than last week?", queries.REQUESTS),
-    _week_panel("week-ttft", "Later first tokens?", queries.quantile_signal(TTFT, 0.99), "TTFT P99", (_LIMIT,)),
-    _week_panel("week-hits", "Does the cache save as much?", queries.HIT_RATE),
-    _week_panel("week-tokens", "Does it generate as much?", queries.GENERATED),
-)
+def week_panels(ttft: LatencyObjective) -> tuple[Panel, ...]:
+    """This week against last week, first tokens with their objective."""
+    limit = charts.Line(ttft.threshold_seconds, setting(ttft.threshold_seconds, "seconds"))
+    return (
+        _week_panel("week-requests", "More load than last week?", queries.REQUESTS),
+        _week_panel("week-ttft", "Later first tokens?", queries.quantile_signal(ttft, 0.99), "TTFT P99", (limit,)),
+        _week_panel("week-hits", "Does the cache save as much?", queries.HIT_RATE),
+        _week_panel("week-tokens", "Does it generate as much?", queries.GENERATED),
+    )
 
 
 def draw(context: Context) -> None:
@@ -128,7 +130,8 @@ def draw(context: Context) -> None:
         st.html(
             '<p class="told">A trend needs a day: this page shows the last 24 hours of the range and before it.</p>'
         )
-    for column, objective in zip(st.columns(2), (TTFT, E2E), strict=True):
+    ttft, e2e = (held_to(view.model, general) for general in (TTFT, E2E))
+    for column, objective in zip(st.columns(2), (ttft, e2e), strict=True):
         with column:
             ui.text_card(
                 context, f"curve-{objective.name}", f"At what load does {objective.title.lower()} bend?", "P99 against requests/s",
@@ -136,7 +139,8 @@ def draw(context: Context) -> None:
                 note=CURVE_NOTE, height=CURVE_HEIGHT,
             )  # fmt: skip
     week = replace(context, versus="last week")
-    for column, panel in zip(st.columns(len(WEEK)), WEEK, strict=True):
+    panels = week_panels(ttft)
+    for column, panel in zip(st.columns(len(panels)), panels, strict=True):
         with column:
             ui.card(week, panel, HEIGHT)
     for column, panel in zip(

@@ -18,7 +18,7 @@ from observability.app.whatif import MAX_TRACE_BYTES, Job
 from observability.engine.executor.hardware import GPUS
 from observability.engine.model.costs import MODELS
 from observability.errors import KvscopeError
-from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
+from observability.objectives import LatencyObjective
 
 GENERATED, UPLOADED = "generated", "a trace of yours"
 LAYOUTS = {
@@ -33,7 +33,10 @@ _HEIGHT = 230
 def draw(context: Context) -> None:
     """The load, both settings, and what comes of them."""
     load, trace = _load(context)
-    question: dict[str, Any] = {"load": load}
+    thresholds = {
+        objective.name: objective.threshold_seconds for objective in queries.held_latencies(context.view.model)
+    }
+    question: dict[str, Any] = {"load": load, "thresholds": thresholds}
     for column, side in zip(st.columns(2), SIDES, strict=True):
         with column:
             question[side] = _setting(side)
@@ -223,7 +226,8 @@ def _answer(context: Context, job: Job) -> None:
         f"({answer['prompt_tokens']:,} prompt and {answer['output_tokens']:,} answer tokens), on the cost models of {answer['before']['device']} and "
         f"{answer['after']['device']}; worked out in {quantity(answer['wall_seconds'], 'seconds')}.",
     )  # fmt: skip
-    for column, objective in zip(st.columns(len(LATENCY_OBJECTIVES)), LATENCY_OBJECTIVES, strict=True):
+    held = queries.held_latencies(context.view.model)
+    for column, objective in zip(st.columns(len(held)), held, strict=True):
         with column:
             ui.text_card(
                 context, f"whatif-{objective.name}", f"{objective.title}: before and after?", "percentiles, simulated", [],

@@ -21,8 +21,24 @@ from exporters.adapters.vllm_plugin import from_families
 from observability import catalog, objectives
 from observability.app.derived import shared
 from observability.app.view import View, unix_seconds
-from observability.objectives import E2E, LATENCY_OBJECTIVES, STALE_AFTER_SECONDS, LatencyObjective
-from observability.signals import BY_NAME, SIGNALS, WINDOW_SECONDS, Signal
+from observability.objectives import (
+    E2E,
+    LATENCY_OBJECTIVES,
+    STALE_AFTER_SECONDS,
+    LatencyObjective,
+    Objective,
+    held_to,
+    left_out,
+)
+from observability.signals import (
+    BY_NAME,
+    SIGNALS,
+    WINDOW_SECONDS,
+    Signal,
+    events_name,
+    outcomes_name,
+    share_name,
+)
 from observability.store.source import SeriesSource
 
 HOUR = 3600.0
@@ -67,19 +83,33 @@ TAIL = {
 }
 
 
+#: Requests that ended, of every class.
+ENDED = BY_NAME[events_name(E2E, ())]
+
+
+def held_latencies(model: str) -> tuple[LatencyObjective, ...]:
+    """The latency objectives that `model` is held to."""
+    return tuple(held_to(model, general) for general in LATENCY_OBJECTIVES)
+
+
 def quantile_signal(objective: LatencyObjective, q: float) -> Signal:
     """The recorded quantile `q` (0.5, 0.9 or 0.99) of an objective's latency."""
     return BY_NAME[f"model:{objective.family.name}:p{q * 100:g}_5m"]
 
 
 def events_signal(objective: LatencyObjective) -> Signal:
-    """The recorded rate of an objective's events."""
-    return BY_NAME[f"model:{objective.family.name}:rate5m"]
+    """The recorded rate of the events that an objective (not one of a class) counts."""
+    return BY_NAME[events_name(objective, left_out(objective))]
 
 
 def over_threshold_signal(objective: LatencyObjective) -> Signal:
-    """The recorded share of an objective's latencies over its threshold."""
-    return BY_NAME[f"model:{objective.family.name}:error_ratio_rate5m"]
+    """The recorded share of these events that is over the objective's threshold."""
+    return BY_NAME[share_name(objective, left_out(objective))]
+
+
+def outcomes_signal(objective: Objective) -> Signal:
+    """The recorded rate of the requests that an availability objective (not one of a class) counts, by outcome."""
+    return BY_NAME[outcomes_name(left_out(objective))]
 
 
 # -- reading one signal ---------------------------------------------------------------------------------------------
@@ -176,12 +206,14 @@ class ObjectiveNow:
 
     @property
     def verdict(self) -> Verdict:
-        """Judged by the share over the threshold (exact: the threshold is a bucket bound); P99 tells how near it is."""
+        """Judged by the share over the threshold (exact: the threshold is a bucket bound); P99, where it is of the same classes, tells how
+        near it is."""
         if self.share_over is None:
             return "unknown"
         if self.share_over > self.allowed:
             return "missed"
-        return "near" if (self.p99 or 0.0) >= NEAR * self.objective.threshold_seconds else "met"
+        near = (self.p99 or 0.0) >= NEAR * self.objective.threshold_seconds and not left_out(self.objective)
+        return "near" if near else "met"
 
 
 def objective_now(source: SeriesSource, view: View, objective: LatencyObjective) -> ObjectiveNow:
@@ -436,7 +468,7 @@ def makeup_of_range(source: SeriesSource, view: View, q: float) -> Makeup | None
 
 def _ended(source: SeriesSource, view: View) -> pd.Series:
     """Requests that ended, by time of `each_once`."""
-    frame = each_once(source, view, events_signal(E2E)).set_index("time")
+    frame = each_once(source, view, ENDED).set_index("time")
     return frame["value"] * frame["seconds"]
 
 
@@ -448,7 +480,7 @@ def kv_usage_of(source: SeriesSource, view: View, made: Makeup | None) -> float 
     start = view.start if made is None else end - WINDOW_SECONDS - made.seconds
     usage = over_time(source, view, KV_USAGE).set_index("time")["value"]
     usage = usage[(unix_seconds(usage.index) > start) & (unix_seconds(usage.index) <= end)]
-    for signal in (WAITING, RUNNING, events_signal(E2E)):
+    for signal in (WAITING, RUNNING, ENDED):
         weights = over_time(source, view, signal).set_index("time")["value"].reindex(usage.index).fillna(0.0)
         if weights.sum() > 0:
             return float(np.average(usage, weights=weights))
@@ -519,7 +551,7 @@ ABSENT_WHEN_LIVE = {
     **{
         s.name: "No request was measured in this range."
         for s in SIGNALS
-        if s.name.endswith(("p50_5m", "p90_5m", "p99_5m", "error_ratio_rate5m"))
+        if s.name.endswith(("p50_5m", "p90_5m", "p99_5m")) or ":error_ratio" in s.name
     },
 }
 
@@ -576,9 +608,9 @@ def simulated_share(spans: Sequence[tuple[float, float]], view: View) -> float:
     return covered / view.seconds
 
 
-def threshold_of(signal: Signal) -> float | None:
-    """The objective or warning line of a signal, in its unit."""
+def threshold_of(signal: Signal, model: str) -> float | None:
+    """The objective or warning line of a signal of `model`, in its unit."""
     lines = {KV_USAGE.name: objectives.KV_USAGE_WARNING, QUANT_ERROR.name: objectives.QUANT_ERROR_WARNING}
-    for objective in LATENCY_OBJECTIVES:
+    for objective in held_latencies(model):
         lines |= {quantile_signal(objective, q).name: objective.threshold_seconds for q in (0.5, 0.9, 0.99)}
     return lines.get(signal.name)

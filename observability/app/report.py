@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from observability.app import (
+    budget,
     findings,
     page_hardware,
     page_kv,
@@ -35,9 +36,10 @@ from observability.app.page_now import changes_table
 from observability.app.queries import Change, Makeup
 from observability.app.ui import Context, Panel
 from observability.app.units import quantity, setting
-from observability.app.view import View, moment
+from observability.app.view import View, moment, unix_seconds
 from observability.errors import ConfigError, KvscopeError
-from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
+from observability.objectives import LatencyObjective, left_out
+from observability.signals import but_for
 from observability.store.source import SeriesSource
 
 #: Points of a line: more than a page of paper shows.
@@ -45,23 +47,27 @@ POINTS = 600
 SHORTEST, LONGEST = 300.0, 14 * 86400.0
 _CHART_HEIGHT = 220
 
-SECTIONS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
-    ("Objectives and load", (*page_now.PANELS, *page_now.SATURATION)),
-    ("What slow requests are made of", (
-        page_p99.makeup_panel(0.99, "state"), page_p99.makeup_panel(0.99, "component"), *map(page_p99.quantile_panel, LATENCY_OBJECTIVES),
-    )),
-    ("KV cache", (
-        page_kv.HITS, page_kv.HITS_OVER_TIME, page_kv.OCCUPANCY, page_kv.FRAGMENTATION, page_kv.EVICTIONS, page_kv.REGIONS["fragmentation"],
-        page_quantization.ROWS[0][0],
-    )),
-    ("Efficiency and hardware", (page_trends.EFFICIENCY, page_trends.BUSY, page_hardware.HEALTH, page_hardware.PANELS[0])),
-)  # fmt: skip
+
+def chapters(model: str) -> tuple[tuple[str, tuple[Panel, ...]], ...]:
+    """Titles and panels of a report about `model`."""
+    held = queries.held_latencies(model)
+    return (
+        ("Objectives and load", (*page_now.panels(model), *page_now.SATURATION)),
+        ("What slow requests are made of", (
+            page_p99.makeup_panel(0.99, "state"), page_p99.makeup_panel(0.99, "component"), *map(page_p99.quantile_panel, held),
+        )),
+        ("KV cache", (
+            page_kv.HITS, page_kv.HITS_OVER_TIME, page_kv.OCCUPANCY, page_kv.FRAGMENTATION, page_kv.EVICTIONS, page_kv.REGIONS["fragmentation"],
+            page_quantization.ROWS[0][0],
+        )),
+        ("Efficiency and hardware", (page_trends.EFFICIENCY, page_trends.BUSY, page_hardware.HEALTH, page_hardware.PANELS[0])),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One latency objective over the whole span: share over its threshold, weighted by what was measured, and its worst P99 with its time
-    (Unix seconds). None: nothing was measured."""
+    """One latency objective over the whole span: share of what was measured in it that was over the threshold, and its worst P99 with its
+    time (Unix seconds). None: nothing was measured."""
 
     objective: LatencyObjective
     share_over: float | None
@@ -122,25 +128,23 @@ def make_report(source: SeriesSource, view: View) -> Report:
         usage = queries.kv_usage_of(source, view, slow)
     return Report(
         source=source.describe(), view=view, simulated=queries.simulated_share(simulated, view),
-        objectives=tuple(kept(source, view, each) for each in LATENCY_OBJECTIVES),
+        objectives=tuple(kept(source, view, each) for each in queries.held_latencies(view.model)),
         finding=None if slow is None else findings.explain(slow, _makeup_at(source, view, 0.5, slow.time), usage),
         finding_at=None if slow is None else slow.time.timestamp(),
         changes=tuple(queries.span_against_span(source, view)), marks=tuple(marks),
-        sections=tuple((title, tuple(_drawn(context, panel) for panel in panels)) for title, panels in SECTIONS),
+        sections=tuple((title, tuple(_drawn(context, panel) for panel in panels)) for title, panels in chapters(view.model)),
     )  # fmt: skip
 
 
 def kept(source: SeriesSource, view: View, objective: LatencyObjective) -> Kept:
     """How an objective was kept over the view."""
     p99 = queries.over_time(source, view, queries.quantile_signal(objective, 0.99))
-    over = queries.over_time(source, view, queries.over_threshold_signal(objective))
-    load = queries.over_time(source, view, queries.REQUESTS)
-    both = over.merge(load, on="time", suffixes=("", "_load"))
-    share = None
-    if len(both) and both["value_load"].sum() > 0:
-        share = float(np.average(both["value"], weights=both["value_load"]))
-    elif len(over):
-        share = float(over["value"].mean())
+    windows = int(np.ceil(view.seconds / budget.STEP))
+    measured = budget.rates(source, objective, view.end - (windows - 1) * budget.STEP, view.end, view.where)
+    # Each event counts once; of the first five minutes, where they begin before the view, as much as lies inside.
+    inside = np.clip((unix_seconds(measured.index) - view.start) / budget.STEP, 0.0, 1.0)
+    events = float((measured["events"] * inside).sum())
+    share = float((measured["bad"] * inside).sum()) / events if events > 0 else None
     if p99.empty:
         return Kept(objective, share, None, None)
     worst = p99.iloc[int(p99["value"].argmax())]
@@ -274,7 +278,8 @@ def _when(unix: float, view: View) -> str:
 
 def _objectives(report: Report) -> str:
     rows = "".join(
-        f"<tr><td>{escape(each.objective.title)}: {each.objective.target:.0%} within {setting(each.objective.threshold_seconds, 'seconds')}</td>"
+        f"<tr><td>{escape(each.objective.title)}: {setting(each.objective.target, 'ratio')} within {setting(each.objective.threshold_seconds, 'seconds')}"
+        f"{but_for(left_out(each.objective))}</td>"
         f'<td class="{each.verdict}">{each.verdict}</td><td>{quantity(each.share_over, "ratio")}</td><td>{setting(1 - each.objective.target, "ratio")}</td>'
         f"<td>{quantity(each.worst_p99, 'seconds')}</td><td>{'–' if each.worst_at is None else _when(each.worst_at, report.view)}</td></tr>"
         for each in report.objectives

@@ -81,14 +81,14 @@ def backtest(
     if plot is not None:
         check_writable(plot, "Give --plot a path in a folder that you may write to.")
 
-    from observability.forecast.limits import LIMITS
+    from observability.forecast.limits import limits_of
     from observability.forecast.study import origins_of, study
 
     series = _series(source, only, of, days)
     origins = origins_of(series, days, every * 60.0)
     with progress_bar("forecasting", "forecasts") as show:
         found = study(
-            series, wanted, origins, limits=LIMITS.get(series.signal.name, ()),
+            series, wanted, origins, limits=limits_of(series.signal.name, series.labels.get("model", "")),
             progress=show if show is not None else lambda done, total: None,
         )  # fmt: skip
     if plot is not None:

@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from observability.objectives import KV_ROOM_REQUESTS, KV_USAGE_CRITICAL, KV_USAGE_WARNING, LATENCY_OBJECTIVES
+from observability.objectives import (
+    KV_ROOM_REQUESTS,
+    KV_USAGE_CRITICAL,
+    KV_USAGE_WARNING,
+    LATENCY_OBJECTIVES,
+    held_to,
+)
 
 
 class Limit(NamedTuple):
@@ -24,3 +30,9 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = {
         f"model:{each.family.name}:p99_5m": (Limit(each.name, each.threshold_seconds),) for each in LATENCY_OBJECTIVES
     },
 }  # fmt: skip
+
+
+def limits_of(signal: str, model: str) -> tuple[Limit, ...]:
+    """Those of a signal of `model`: where it has an objective of its own, that one's."""
+    own = {x.name: held_to(model, x).threshold_seconds for x in LATENCY_OBJECTIVES}
+    return tuple(limit._replace(value=own.get(limit.name, limit.value)) for limit in LIMITS.get(signal, ()))

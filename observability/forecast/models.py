@@ -9,7 +9,7 @@ import numpy as np
 from observability.forecast.calibration import UNCALIBRATED, Calibration
 from observability.forecast.draft import Draft, ahead
 from observability.forecast.last_value import last_value, seasonal_naive
-from observability.forecast.limits import LIMITS, Limit
+from observability.forecast.limits import Limit, limits_of
 from observability.forecast.pooled import NOT_TRAINED, Trained, pooled_or_stack
 from observability.forecast.prophet_model import FitError, prophet_ar1
 from observability.forecast.series import Window
@@ -77,7 +77,7 @@ def finished(
     stretch = calibration.stretch
     quantiles = presentable(stretched(draft.quantiles, stretch), window.signal)
     if limits is None:
-        limits = LIMITS.get(window.signal.name, ())
+        limits = limits_of(window.signal.name, window.labels.get("model", ""))
     # Paths are not stretched: chances have a calibration of their own, and at the tracked factor they are worse (0.0822 against 0.0771 Brier).
     paths = np.clip(draft.paths, window.signal.bounds[0], window.signal.bounds[1])
     flags, note = window.flags, window.note

@@ -354,7 +354,7 @@ class _AmbiguousMatch(Exception):
 
 def _matches(label: str, wanted: str | tuple[str, ...] | Not) -> bool:
     if isinstance(wanted, Not):
-        return label != wanted.value
+        return label not in wanted.values
     return label == wanted if isinstance(wanted, str) else label in wanted
 
 

@@ -68,19 +68,21 @@ class Load(BaseModel):
 
 
 class Question(BaseModel):
-    """What would change if the engine were `after` in place of `before`?"""
+    """What would change if the engine were `after` in place of `before`? `thresholds`: seconds of latency objectives by name, where
+    they are not the general ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     load: Load
     before: Setting
     after: Setting
+    thresholds: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     """One setting under the load. Latencies in seconds: exact quantiles over all served requests of all replicas, and their values at
-    PERCENTILES. over: share above each latency objective. None: nothing was measured.
+    PERCENTILES. over: share above the threshold of each latency objective. None: nothing was measured.
 
     kv_tokens: room of one replica's pool. kv_usage: mean and largest share of the pool held, over replicas. makeup: mean seconds by state
     of the slowest 1 % and of all.
@@ -132,14 +134,14 @@ def compare(question: Question, on_progress: Progress | None = None) -> Answer:
     load = list(read_load(question.load))
     if len(load) < 2:
         raise ConfigError("The load has fewer than two requests.", next_step="Give a longer trace, or a higher limit.")
-    sides = {}
+    sides, thresholds = {}, {o.name: o.threshold_seconds for o in LATENCY_OBJECTIVES} | question.thresholds
     for place, (name, setting) in enumerate((("before", question.before), ("after", question.after))):
 
         def tell(done: float, name: str = name, place: int = place) -> None:
             if on_progress is not None:
                 on_progress(name, (place + done) / 2)
 
-        sides[name] = replay_side(load, setting, tell)
+        sides[name] = replay_side(load, setting, thresholds, tell)
     span = load[-1].arrival_seconds - load[0].arrival_seconds
     return Answer(
         clock="virtual", requests=len(load), span_seconds=span, rate=(len(load) - 1) / span if span > 0 else math.nan,
@@ -194,7 +196,9 @@ def target_of(setting: Setting, load: Sequence[TraceRequest]) -> InProcess:
     return target
 
 
-def replay_side(load: Sequence[TraceRequest], setting: Setting, tell: Callable[[float], None]) -> Side:
+def replay_side(
+    load: Sequence[TraceRequest], setting: Setting, thresholds: Mapping[str, float], tell: Callable[[float], None]
+) -> Side:
     """`load` on `setting`, replica by replica; `tell` hears the share that is done."""
     target, ended = target_of(setting, load), 0
     results: list[tuple[ReplayResult, MeasuredTelemetry]] = []
@@ -206,10 +210,12 @@ def replay_side(load: Sequence[TraceRequest], setting: Setting, tell: Callable[[
         if part:
             results.append(replay_measured(part, target, on_end=on_end))
         ended += len(part)
-    return _side(results, len(load))
+    return _side(results, len(load), thresholds)
 
 
-def _side(results: Sequence[tuple[ReplayResult, MeasuredTelemetry]], requests: int) -> Side:
+def _side(
+    results: Sequence[tuple[ReplayResult, MeasuredTelemetry]], requests: int, thresholds: Mapping[str, float]
+) -> Side:
     records = [record for _, telemetry in results for record in telemetry.records]
     served = [record for record in records if record.outcome in SERVED]
     values: dict[str, np.ndarray] = {
@@ -222,7 +228,7 @@ def _side(results: Sequence[tuple[ReplayResult, MeasuredTelemetry]], requests: i
             [np.frombuffer(t.weights, dtype=np.int64) for _, t in results] or [np.empty(0, dtype=np.int64)]
         )
     }
-    over = {o.name: _over(values[o.name], weights.get(o.name), o.threshold_seconds) for o in LATENCY_OBJECTIVES}
+    over = {name: _over(values[name], weights.get(name), threshold) for name, threshold in thresholds.items()}
     duration = max((r.finished for r in records), default=0.0) - min((r.arrival for r in records), default=0.0)
     tokens = sum(r.prompt_tokens + r.generated_tokens for r in served)
     kv = [result.kv for result, _ in results]

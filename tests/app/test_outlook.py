@@ -236,7 +236,7 @@ def test_risks_are_the_stored_chances_the_likeliest_first_with_objectives_that_a
         truth += [(signal.name, each.limit, each.chances[-1]) for each in newest.breaches]
     assert sorted((r.signal.name, r.breach.limit, r.chance) for r in found) == sorted(truth)
     assert [r.chance for r in found] == sorted((chance for _, _, chance in truth), reverse=True)
-    table = risks_table(found)
+    table = risks_table(found, view.model)
     assert table.count("not forecast") == len(LATENCY_OBJECTIVES), "the synthetic limits are no objectives"
     assert outlook.risks([replace(looks[0], refused="no data")], view.end) == []
 

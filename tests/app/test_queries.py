@@ -361,7 +361,8 @@ def test_where_nothing_evaluates_alerts_an_objective_that_burns_is_an_incident_f
     assert {each.text for each in found} == {"Request duration burns its budget"}
     assert [(each.kind, each.start, each.end) for each in found] == [("incident", truth[0] - 300, truth[-1])]
     # a model with an objective of its own has none of the general one; a few slow requests of a night are none
-    monkeypatch.setattr(objectives, "OBJECTIVES", (*objectives.OBJECTIVES, dataclasses.replace(E2E, model="m")))
+    own = dataclasses.replace(E2E, model="m", target=0.9)
+    monkeypatch.setattr(objectives, "OBJECTIVES", (*objectives.OBJECTIVES, own))
     assert happened(store, View("m", end - 5 * 3600, end, 60.0)) == ()
     monkeypatch.undo()
     monkeypatch.setattr(happening, "OBJECTIVES", (dataclasses.replace(E2E, min_events=100_000),))
