@@ -30,13 +30,16 @@ from observability.signals import Signal, but_for
 from observability.store.source import SeriesSource
 
 Words = Callable[[Context, pd.DataFrame], str]
-_VERDICTS = {"met": "✓ met", "near": "▲ near", "missed": "✕ missed", "unknown": "no requests"}
+_VERDICTS = {"met": "✓ met", "near": "▲ near", "missed": "✕ missed", "unknown": "not measured"}
+_QUIET = "no requests"
 
 
 def _objective_words(objective: LatencyObjective) -> Words:
     def words(context: Context, data: pd.DataFrame) -> str:
         now = queries.objective_now(context.source, context.view, objective)
-        told = _VERDICTS[now.verdict] if now.share_over is not None or now.p99 is None else "not recorded"
+        told = _VERDICTS[now.verdict]
+        if now.share_over is None:
+            told = "not recorded" if now.p99 is not None else _QUIET if now.events == 0 else told
         return (
             f'<div class="figure"><b>{quantity(now.p99, "seconds")}</b>'
             f'<em class="verdict {now.verdict}">{told}</em>'
@@ -86,8 +89,11 @@ def _availability_panel(objective: Objective) -> Panel:
     def words(context: Context, data: pd.DataFrame) -> str:
         failed = queries.current(data, context.view)
         verdict = "unknown" if failed is None else "missed" if failed > allowed else "met"
+        told, ended = _VERDICTS[verdict], queries.now_rows(queries.over_time(context.source, context.view, outcomes), context.view)
+        if failed is None and len(ended) and not ended["value"].any():
+            told = _QUIET
         return (
-            f'<div class="figure"><b>{quantity(failed, "ratio")}</b><em class="verdict {verdict}">{_VERDICTS[verdict]}</em>'
+            f'<div class="figure"><b>{quantity(failed, "ratio")}</b><em class="verdict {verdict}">{told}</em>'
             f"<span>failed{but_for(left_out(objective))}, {setting(allowed, 'ratio')} allowed</span></div>{budget_line(context, objective)}"
         )
 

@@ -198,6 +198,7 @@ class ObjectiveNow:
     objective: LatencyObjective
     p99: float | None
     share_over: float | None
+    events: float | None = None  # a second
 
     @property
     def allowed(self) -> float:
@@ -220,7 +221,8 @@ def objective_now(source: SeriesSource, view: View, objective: LatencyObjective)
     """A latency objective at the end of the view."""
     p99 = over_time(source, view, quantile_signal(objective, 0.99))
     over = over_time(source, view, over_threshold_signal(objective))
-    return ObjectiveNow(objective, current(p99, view), current(over, view))
+    events = over_time(source, view, events_signal(objective))
+    return ObjectiveNow(objective, current(p99, view), current(over, view), current(events, view))
 
 
 def current(frame: pd.DataFrame, view: View) -> float | None:

@@ -15,7 +15,7 @@ import pytest
 
 from alerts import burn
 from observability import catalog, objectives
-from observability.app import budget, findings, queries, ui
+from observability.app import budget, findings, page_now, queries, ui
 from observability.app import happened as happening
 from observability.app.happened import happened, incidents
 from observability.app.page_now import in_words
@@ -376,3 +376,30 @@ def test_alerts_that_overlap_are_one_incident_and_infos_are_none() -> None:
         (10, 40, "TTFTBudgetBurn"),
         (90, 95, "TTFTBudgetBurn"),
     ]
+
+
+@pytest.mark.parametrize(("rate", "says"), [(0.0, "no requests"), (None, "not measured")])
+def test_an_objective_says_whether_nobody_asked_or_nothing_is_known(
+    tmp_path: Path, rate: float | None, says: str
+) -> None:
+    """Requests until 25 minutes ago; since then the engine tells that there are none, or does not tell."""
+    end = 1.8e9
+    store, times = create(tmp_path / "store.db"), np.arange(end - 3600, end + 1, 15.0)
+    asked = times <= end - 1500
+
+    def put(name: str, values: np.ndarray, **labels: str) -> None:
+        store.append_blocks({name: SignalBlock(times, [{"model": "m", **labels}], values[:, None])})
+
+    later = np.nan if rate is None else rate
+    put(queries.quantile_signal(TTFT, 0.99).name, np.where(asked, 0.3, np.nan))
+    put(queries.over_threshold_signal(TTFT).name, np.where(asked, 0.0, np.nan))
+    put(queries.events_signal(TTFT).name, np.where(asked, 2.0, later))
+    put(queries.OUTCOMES.name, np.where(asked, 2.0, later), outcome="stop")
+    view = make_view("m", 3600, end)
+    context = ui.Context(store, view)
+    for panel in page_now.panels("m"):
+        data = panel.read(store, view)
+        if len(data):
+            assert panel.words is not None
+            assert f">{says}</em>" in panel.words(context, data), panel.key
+    assert ">✓ met</em>" in page_now.panels("m")[0].words(ui.Context(store, make_view("m", 900, end - 1500)), data)  # type: ignore[misc]
