@@ -10,7 +10,9 @@ from observability import objectives as o
 
 PREDICTED, OLD, OFF = "KvscopeKVExhaustionPredicted", "KvscopeForecastStale", "KvscopeForecastCoverageOff"
 NO_ROOM = "KvscopeKVRoomPredictedGone"
-NOT_SERVED = "No forecasts: `kvscope forecast --serve` is not scraped, or its history is too short"
+NOT_SERVED = (
+    "No forecasts: `kvscope forecast --serve` is not scraped or has made none for an hour, or its history is too short"
+)
 
 #: The board reaches into the future, where an instant query finds nothing: panels of one value end now instead.
 _NOW = "1h"
@@ -90,7 +92,7 @@ def likely() -> Section:
         **about(
             PREDICTED,
             "How likely is each limit passed within the hour?",
-            "Chance that the signal passes the limit at some time of the next hour, by model: an objective's threshold, KV use of "
+            "Chance that the signal passes the limit at some time of the hour from its newest observation on, by model: an objective's threshold, KV use of "
             f"{o.KV_USAGE_WARNING * 100:g} % and {o.KV_USAGE_CRITICAL * 100:g} %. Calibrated on what came of earlier chances. From "
             f"{f.LIKELY * 100:g} % for exhaustion, {PREDICTED} fires.",
         ),
@@ -107,8 +109,8 @@ def likely() -> Section:
         **about(
             PREDICTED,
             "How soon is it passed, if it is?",
-            "Time within which each limit is passed with a probability of 10, 50 and 90 %. A missing bar means more than an hour: the chance on "
-            "the left does not reach that probability.",
+            "Time from the newest observation within which each limit is passed with a probability of 10, 50 and 90 %. A missing bar means more "
+            "than an hour: the chance on the left does not reach that probability.",
         ),
         targets=[Query(expr=signal(f.BREACH_TIME), legendFormat="{{model}} {{limit}} {{quantile}}", instant=True)],
         timeFrom=_NOW,

@@ -6,7 +6,8 @@ The worker hands over each run by `publish`; a scrape gives what was handed over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from observability import catalog as c
 from observability.catalog import Family
@@ -14,22 +15,25 @@ from observability.forecast.limits import LIMITS
 from observability.forecast.quality import Quality
 from observability.forecast.series import FORECAST_SIGNALS
 from observability.forecast.worker import Run
-from observability.store.forecasts import DEFAULT_MODEL, LEVELS, STEP_SECONDS, Breach, Forecast
+from observability.store.forecasts import DEFAULT_MODEL, HORIZON_SECONDS, LEVELS, STEP_SECONDS, Breach, Forecast
 from observability.telemetry.snapshot import FamilySamples, Row
 
 #: Signal -> its short name, the label `signal`. Those of one series a served model; others have no place in these families.
 SHORT = {signal.name: name for name, signal in FORECAST_SIGNALS.items() if signal.by == ("model",)}
 _QUANTILES = {f"{level:g}": LEVELS.index(level) for level in c.FORECAST_QUANTILES}
 
+#: What a forecast says of its hour; not told once that is over.
+_OF_THE_HOUR = (c.FORECAST_VALUE, c.FORECAST_BREACH, c.FORECAST_BREACH_TIME)
+
 Found = Iterator[tuple[Family, tuple[str, ...], float]]
 
 
 class ForecastMetrics:
     """Families of the forecasts by the model `forecaster`; error, skill and coverage of all models. `publish` and `failed` are called from
-    the worker's thread, `snapshot` from any: each replaces what it changes by a new tuple or mapping."""
+    the worker's thread, `snapshot` from any: each replaces what it changes by a new tuple or mapping. `clock`: Unix seconds."""
 
-    def __init__(self, forecaster: str = DEFAULT_MODEL) -> None:
-        self._forecaster = forecaster
+    def __init__(self, forecaster: str = DEFAULT_MODEL, clock: Callable[[], float] = time.time) -> None:
+        self._forecaster, self._clock = forecaster, clock
         self._failures: Mapping[tuple[str, str], int] = {
             (signal, reason): 0 for signal in SHORT.values() for reason in c.FORECAST_FAILED
         }
@@ -50,7 +54,7 @@ class ForecastMetrics:
         self._found = tuple(found(run, self._forecaster))
 
     def failed(self) -> None:
-        """A run that could not read its history. The forecasts before it stay, and grow old."""
+        """A run that could not read its history. The forecasts before it stay, and grow old until their hour is over."""
         self._count("failed")
 
     def _count(self, outcome: str) -> None:
@@ -58,8 +62,12 @@ class ForecastMetrics:
 
     def snapshot(self) -> list[FamilySamples]:
         """Rows by family in catalogue order."""
+        told, past = self._found, self._clock() - HORIZON_SECONDS
+        over = {labels for family, labels, origin in told if family is c.FORECAST_ORIGIN and origin <= past}
         rows: dict[str, list[Row]] = {}
-        for family, labels, value in self._found:
+        for family, labels, value in told:
+            if family in _OF_THE_HOUR and labels[:2] in over:
+                continue
             rows.setdefault(family.name, []).append(Row("_info" if family.kind == "info" else "", labels, value))
         rows[c.FORECAST_FAILURES.name] = [Row("_total", labels, count) for labels, count in self._failures.items()]
         rows[c.FORECAST_RUNS.name] = [Row("_total", (outcome,), count) for outcome, count in self._runs.items()]

@@ -644,15 +644,15 @@ FORECAST_VALUE = _gauge(
 )  # fmt: skip
 FORECAST_ORIGIN = _gauge(
     "kvscope_forecast_origin_timestamp_seconds", "seconds", _MS,
-    "Unix time up to which the forecast in use has seen its signal. Absent while it is refused.",
+    "Unix time up to which the forecast in use has seen its signal. Absent while it is refused. An hour later value, breach and time to breach are absent.",
 )  # fmt: skip
 FORECAST_BREACH = _gauge(
     "kvscope_forecast_breach_probability_ratio", "ratio", (*_MS, "limit", "horizon"),
-    "Chance that the signal passes the limit by `horizon`, calibrated on what came of earlier ones. 1 - that of 60m is the chance that it takes longer.",
+    "Chance that the signal passes the limit by `horizon` after kvscope_forecast_origin_timestamp_seconds, calibrated on what came of earlier ones. 1 - that of 60m is the chance that it takes longer.",
 )  # fmt: skip
 FORECAST_BREACH_TIME = _gauge(
     "kvscope_forecast_time_to_breach_seconds", "seconds", (*_MS, "limit", "quantile"),
-    "Time within which the limit is passed with probability `quantile`, linear inside a step. Absent when that is more than an hour.",
+    "Time from kvscope_forecast_origin_timestamp_seconds within which the limit is passed with probability `quantile`, linear inside a step. Absent when that is more than an hour.",
 )  # fmt: skip
 FORECAST_LIMIT = _gauge(
     "kvscope_forecast_limit", "", ("signal", "limit"), "The limit, in the unit of its signal: an objective, the KV pool nearly full, or (kv_room, passed downwards) room for one more request."

@@ -5,6 +5,7 @@ Nothing here fits a model: forecasts are made by a worker and stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +16,16 @@ from observability.app.derived import shared
 from observability.app.view import View, unix_seconds
 from observability.forecast import series
 from observability.forecast.backtest import SCORED_SECONDS
+from observability.forecast.limits import Limit, limits_of
 from observability.forecast.quality import BASELINE, QUALITY_SECONDS
 from observability.forecast.series import READ_STEP, grid_step, on_grid
 from observability.signals import Signal
 from observability.store.forecasts import (
+    HORIZON_SECONDS,
     HORIZON_STEPS,
     MODEL_TITLES,
     MODELS,
     POOLED,
-    STEP_SECONDS,
     Breach,
     level_column,
     shared_origins,
@@ -103,6 +105,10 @@ class Outlook:
     def title(self) -> str:
         return MODEL_TITLES[self.model]
 
+    def reaches(self, now: float) -> bool:
+        """Whether the newest was not refused and a part of its hour lies after `now`: else it says nothing of what comes."""
+        return not self.refused and self.origin is not None and self.origin + HORIZON_SECONDS > now
+
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
@@ -143,7 +149,7 @@ def prospect(source: SeriesSource, view: View, signal: Signal) -> Prospect:
 
 def _stored(source: SeriesSource, view: View, signal: Signal, model: str) -> pd.DataFrame:
     """Forecasts that are scored or whose hour lies in the view; from a whole hour on, so that viewers share what was read."""
-    oldest = min(view.start, view.end - SCORED_SECONDS) - 2 * HORIZON_STEPS * STEP_SECONDS
+    oldest = min(view.start, view.end - SCORED_SECONDS) - 2 * HORIZON_SECONDS
     return source.forecasts(signal.name, view.where, model, oldest // 3600 * 3600)
 
 
@@ -250,22 +256,27 @@ def ten_minute_means(source: SeriesSource, view: View, signal: Signal) -> pd.Ser
 
 @dataclass(frozen=True, slots=True)
 class Risk:
-    """A limit that a signal may pass within the forecast's hour: the chance, and the seconds from `now` until it is more likely than not to
-    have been passed (None: beyond the hour; below 0: it should have been by now)."""
+    """A limit that a signal may pass: the `chance` of that in the hour after `start`, the origin of `look`, and the Unix time by which it is
+    more likely than not to have been passed (None: after that hour). No chance: no forecast reaches past the moment that was asked for."""
 
-    signal: Signal
-    breach: Breach
-    chance: float
-    seconds: float | None
+    look: Outlook
+    limit: Limit
+    start: float = math.nan
+    chance: float | None = None
+    by: float | None = None
 
 
-def risks(seen: Sequence[Outlook], now: float) -> list[Risk]:
-    """Every limit of the given forecasts that were not refused, the likeliest first."""
+def risks(seen: Sequence[Outlook], now: float, served: str = "") -> list[Risk]:
+    """Every limit of the given forecasts of the model `served`, the likeliest first; those of signals of which no forecast reaches past `now` last."""
     found = []
     for each in seen:
-        if each.refused or each.origin is None:
-            continue
-        for breach in each.breaches:
-            until = breach.seconds_until()
-            found.append(Risk(each.signal, breach, breach.chance, None if until is None else each.origin + until - now))
-    return sorted(found, key=lambda risk: -risk.chance)
+        if each.origin is not None and each.reaches(now):
+            for breach in each.breaches:
+                until = breach.seconds_until()
+                limit = Limit(breach.name, breach.limit, breach.below)
+                found.append(
+                    Risk(each, limit, each.origin, breach.chance, None if until is None else each.origin + until)
+                )
+        else:
+            found += [Risk(each, limit) for limit in limits_of(each.signal.name, served)]
+    return sorted(found, key=lambda risk: -1.0 if risk.chance is None else risk.chance, reverse=True)

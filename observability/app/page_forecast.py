@@ -16,10 +16,11 @@ from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting, significant
 from observability.app.view import View, moment
 from observability.errors import KvscopeError
+from observability.forecast.limits import Limit
 from observability.forecast.quality import BASELINE
 from observability.objectives import LATENCY_OBJECTIVES
 from observability.signals import Signal
-from observability.store.forecasts import DEFAULT_MODEL, MODEL_TITLES, MODELS
+from observability.store.forecasts import DEFAULT_MODEL, HORIZON_SECONDS, MODEL_TITLES, MODELS
 
 QUESTIONS = dict(
     zip(
@@ -52,15 +53,16 @@ NOTE = (
     "All values are means of ten minutes, drawn at their middle, measured ones too. Dotted: what was forecast one hour before, "
     "with its 95 % interval. Bands: 50, 80 and 95 %. The mean error compares the stored forecasts of the last three days with what came; "
     "skill and coverage those of the last 24 hours. Skill is 1 - error over that of the last value: a model is worth having above 0. A good 95 % "
-    "interval covers 95 %. The time until a limit is passed is the first by which that is more likely than not. "
-    "Forecasts are made by `kvscope forecast`, never by this page."
+    "interval covers 95 %. A limit's chance is that of the whole hour after the newest data; it is likely passed by the first time by which that "
+    "is more likely than not. Forecasts are made by `kvscope forecast`, never by this page."
 )
 
 
 Seen = Callable[[Signal], Prospect]
 RISKS_NOTE = (
-    "Of the newest forecast of the model chosen above. The chance is counted over some hundred paths of the next hour and corrected by its own past "
-    "outcomes. Time: the end of the ten minutes by which the limit is more likely than not to have been passed. Not every objective is forecast."
+    "Of the newest forecast of the model chosen above, where it reaches past this moment. The chance is that of the whole hour after its newest data, "
+    "counted over some hundred paths and corrected by its own past outcomes. Likely: the end of the ten minutes by which the limit is more likely than "
+    "not to have been passed; where that is over, it was forecast, not measured. Not every objective is forecast."
 )
 CHOICE_NOTE = (
     "Mean absolute error of the stored forecasts of the last three days, of the origins that all models have, beside that of taking the last value for "
@@ -128,35 +130,80 @@ def _of(prospect: Prospect, model: str) -> Outlook | None:
 
 def _risks(context: Context, model: str, seen: Seen) -> Content:
     looks = [look for signal in outlook.FORECAST_SIGNALS if (look := _of(seen(signal), model)) is not None]
-    found = outlook.risks(looks, context.view.end)
-    if not found:
-        refused = next((f"No forecast: {look.refused}" for look in looks if look.refused), "")
-        return Content(
-            absent=refused or "No forecast with limits has been stored. Start `kvscope forecast` beside the recorder."
-        )
-    data = pd.DataFrame([(LIMIT_TITLES.get(r.breach.name, r.breach.name), r.breach.limit, r.chance, r.seconds) for r in found],
-                        columns=["limit", "value", "chance", "seconds_until"])  # fmt: skip
-    return Content(risks_table(found, context.view.model), data=data)
+    if all(look.origin is None for look in looks):
+        return Content(absent="No forecast with limits has been stored. Start `kvscope forecast` beside the recorder.")
+    end = context.view.end
+    found = outlook.risks(looks, end, context.view.model)
+    data = pd.DataFrame(
+        [
+            (_title(r.limit), r.limit.value, r.chance, r.start, None if r.by is None else r.by - end, lack(r.look, context.view) if r.chance is None else "")
+            for r in found
+        ],
+        columns=["limit", "value", "chance", "hour_from", "seconds_until", "absent"],
+    )  # fmt: skip
+    data["hour_from"] = pd.to_datetime(data["hour_from"], unit="s", utc=True)
+    return Content(risks_table(found, context.view), data=data)
 
 
-def risks_table(found: Sequence[Risk], model: str) -> str:
-    """HTML: each limit with its chance and the time until it is passed, the objectives of `model` that are not forecast last."""
+def risks_table(found: Sequence[Risk], view: View) -> str:
+    """HTML: each limit with its chance in the hour of the forecast and when it is likely passed, or why there is no forecast of what comes;
+    the objectives that are not forecast last."""
     rows = "".join(
-        f'<tr class="{"" if risk.chance >= 0.05 else "quiet"}"><td>{escape(LIMIT_TITLES.get(risk.breach.name, risk.breach.name))}</td>'
-        f"<td>{'below' if risk.breach.below else 'above'} {setting(risk.breach.limit, risk.signal.unit)}</td>"
-        f'<td class="{"worse" if risk.chance >= 0.5 else ""}">{_chance(risk.chance)}</td><td>{_until(risk.seconds)}</td></tr>'
+        f'<tr class="{"" if (risk.chance or 0.0) >= 0.05 else "quiet"}"><td>{escape(_title(risk.limit))}</td>'
+        f"<td>{_beyond(risk)}</td>{_told(risk, view)}</tr>"
         for risk in found
     )
-    told = {risk.breach.name for risk in found}
-    lacking = [objective for objective in queries.held_latencies(model) if objective.name not in told]
-    rows += "".join(f'<tr class="quiet"><td>{escape(LIMIT_TITLES[each.name])}</td><td>above {setting(each.threshold_seconds, "seconds")}</td><td>{ABSENT}</td><td>not forecast</td></tr>' for each in lacking)  # fmt: skip
-    return f'<table class="plain"><tr><th></th><th>limit</th><th>chance within 1 h</th><th>time until then</th></tr>{rows}</table>'
+    told = {risk.limit.name for risk in found}
+    lacking = [objective for objective in queries.held_latencies(view.model) if objective.name not in told]
+    rows += "".join(f'<tr class="quiet"><td>{escape(LIMIT_TITLES[each.name])}</td><td>above {setting(each.threshold_seconds, "seconds")}</td><td colspan="3">not forecast</td></tr>' for each in lacking)  # fmt: skip
+    return f'<table class="plain"><tr><th></th><th>limit</th><th>chance</th><th>between</th><th>likely</th></tr>{rows}</table>'
 
 
-def _until(seconds: float | None) -> str:
-    if seconds is None:
-        return "&gt; 1 h"
-    return f"within {max(1, math.ceil(seconds / 60))} min" if seconds > 0 else "now"
+def _title(limit: Limit) -> str:
+    return LIMIT_TITLES.get(limit.name, limit.name)
+
+
+def _beyond(risk: Risk) -> str:
+    return f"{'below' if risk.limit.below else 'above'} {setting(risk.limit.value, risk.look.signal.unit)}"
+
+
+def _told(risk: Risk, view: View) -> str:
+    """The cells of chance, hour and time, or one that says why there is none."""
+    if risk.chance is None:
+        return f'<td colspan="3" class="why">{escape(lack(risk.look, view))}</td>'
+    mark = "worse" if risk.chance >= 0.5 else ""
+    return f'<td class="{mark}">{_chance(risk.chance)}</td><td>{_hour(risk, view)}</td><td>{_when(risk, view)}</td>'
+
+
+def _hour(risk: Risk, view: View) -> str:
+    """The hour that the chance is of: from the end of the data on, not from that of the view."""
+    return f"{clock(risk.start, view)} and {clock(risk.start + HORIZON_SECONDS, view)}"
+
+
+def _when(risk: Risk, view: View) -> str:
+    """By when it is more likely than not that the limit has been passed: a time that is over is told as one."""
+    if risk.by is None:
+        return f"not by {clock(risk.start + HORIZON_SECONDS, view)}"
+    left = risk.by - view.end
+    return f"within {math.ceil(left / 60)} min" if left > 0 else f"by {clock(risk.by, view)}"
+
+
+def clock(at: float, view: View) -> str:
+    """Time of day, with the date where it is not that of the end of the view."""
+    then = moment(at, view.zone)
+    return f"{then:%H:%M}" if then.date() == moment(view.end, view.zone).date() else f"{then:%-d %b %H:%M}"
+
+
+def lack(look: Outlook, view: View) -> str:
+    """Why no forecast of it reaches past the end of the view, and since when."""
+    if look.origin is None:
+        return f"No forecast by {look.title} was stored."
+    if not look.refused:
+        since, data = clock(look.origin + HORIZON_SECONDS, view), clock(look.origin, view)
+        return f"No current forecast since {since}: not renewed, the newest has data to {data}."
+    if view.end - look.origin > OLD_SECONDS:
+        return f"No forecast; not tried again since {clock(look.origin, view)}, then: {look.refused}"
+    return f"No forecast: {look.refused}"
 
 
 def _choice(context: Context, model: str, seen: Seen) -> Content:
@@ -173,7 +220,7 @@ def _choice(context: Context, model: str, seen: Seen) -> Content:
         base, mine = scored.get(BASELINE), scored.get(model)
         least = [name for name, mae in scored.items() if mae == min(scored.values())]
         lately = None if look is None else look.lately
-        skill = ABSENT if lately is None or lately.skill is None else f"{lately.skill:.2f}"
+        skill = ABSENT if lately is None else _skill(lately.skill)
         covers = ABSENT if lately is None else percent(lately.coverage[0.95])
         told = [ABSENT if value is None else error(value, signal.unit) for value in (mine, base)]
         best = MODEL_TITLES[least[0]] if len(least) == 1 else "several alike"
@@ -216,11 +263,9 @@ def _chances(context: Context, model: str, seen: Seen) -> Content:
         )
     table = outlook.reliability(tried)
     gap = float((table["n"] * (table["said"] - table["came"]).abs()).sum() / len(tried))
-    skill = outlook.skill(tried)
-    told = ABSENT if skill is None else f"{skill:.2f}"
     words = (
         f'<div class="figure"><b>{significant(gap * 100)} points</b><span>is how far chances of {escape(MODEL_TITLES[model])} were off on '
-        f"average; {len(tried)} chances, {events} came true, skill {told}</span></div>"
+        f"average; {len(tried)} chances, {events} came true, skill {_skill(outlook.skill(tried))}</span></div>"
     )
     return Content(words, charts.reliability(table, CHANCES_HEIGHT), data=table)
 
@@ -244,60 +289,59 @@ def _forecast(context: Context, signal: Signal, model: str, seen: Seen) -> Conte
         )
     threshold = queries.threshold_of(signal, view.model)
     lines = () if threshold is None else (charts.Line(threshold, setting(threshold, signal.unit)),)
+    ahead = chosen.ahead if chosen.reaches(view.end) else chosen.ahead.iloc[:0]  # a past hour is not the next one
     figure = charts.forecast(
-        prospect.came, chosen.past, chosen.ahead, signal.unit, context.frame(HEIGHT, lines),
+        prospect.came, chosen.past, ahead, signal.unit, context.frame(HEIGHT, lines),
         median=outlook.MEDIAN, bands=outlook.BANDS, bounded=signal.unit == "ratio",
     )  # fmt: skip
     data = pd.concat([each.ahead.assign(model=each.model) for each in models], ignore_index=True).drop(
         columns="breaches"
     )
-    words = headline(chosen, view.end) + limits_line(chosen, view.end)
+    words = headline(chosen, view) + limits_line(chosen, view)
     return Content(words, figure, data=data, below=models_table(models, signal, view))
 
 
-def headline(chosen: Outlook, now: float) -> str:
+def headline(chosen: Outlook, view: View) -> str:
     """The hour ahead in one line, or why there is none."""
-    if chosen.refused:
-        return f'<p class="refused">No forecast: {escape(chosen.refused)}</p>'
-    ahead = chosen.ahead[chosen.ahead["time"] > pd.Timestamp(now, unit="s", tz="UTC")]
-    if ahead.empty:
-        return '<p class="refused">No forecast reaches past this moment.</p>'
+    if not chosen.reaches(view.end):
+        return f'<p class="refused">{escape(lack(chosen, view))}</p>'
     unit, (low, high) = chosen.signal.unit, outlook.BANDS[0.95]
-    last = ahead.iloc[-1]
+    last = chosen.ahead.iloc[-1]
     return (
-        f'<div class="figure"><b>{quantity(last[outlook.MEDIAN], unit)}</b><span>in {_minutes(last["time"], now)} min, '
+        f'<div class="figure"><b>{quantity(last[outlook.MEDIAN], unit)}</b><span>in {_minutes(last["time"], view.end)} min, '
         f"95 %: {between(last[low], last[high], unit)}</span></div>"
     )
 
 
-def limits_line(chosen: Outlook, now: float) -> str:
-    """The chance of passing each limit within the forecast's hour, and when: the time by whose end that is more likely than not."""
-    if not chosen.breaches or chosen.refused or chosen.origin is None:
-        return '<p class="limits">No objective is set for it.</p>' if not chosen.refused else ""
-    said = []
-    for each in chosen.breaches:
-        seconds = each.seconds_until()
-        if seconds is None:
-            when = "&gt; 1 h"
-        else:
-            left = chosen.origin + seconds - now
-            when = f"within {max(1, math.ceil(left / 60))} min" if left > 0 else "now"
-        said.append(
-            f"{'below' if each.below else 'above'} {setting(each.limit, chosen.signal.unit)}: <b>{_chance(each.chance)}</b>, time until then {when}"
-        )
+def limits_line(chosen: Outlook, view: View) -> str:
+    """The chance of passing each limit within the forecast's hour, and when; nothing where no forecast reaches past the end of the view."""
+    if not chosen.reaches(view.end):
+        return ""
+    if not chosen.breaches:
+        return '<p class="limits">No objective is set for it.</p>'
+    said = [
+        f"{_beyond(risk)}: <b>{_chance(risk.chance)}</b> between {_hour(risk, view)}, likely {_when(risk, view)}"
+        for risk in outlook.risks([chosen], view.end)
+    ]
     return f'<p class="limits">{"<br>".join(said)}</p>'
 
 
-def _chance(share: float) -> str:
+def _skill(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:z.2f}"  # never -0.00
+
+
+def _chance(share: float | None) -> str:
     """A chance is never certain: the paths that it is counted from are some hundred."""
+    if share is None:
+        return ABSENT
     return "&lt; 1 %" if share < 0.01 else "&gt; 99 %" if share > 0.99 else f"{share * 100:.0f} %"
 
 
 def between(low: float, high: float, unit: str) -> str:
-    """Two values with their unit, said once when it is the same: 0.109 to 0.215 req/s."""
+    """Two values with their unit, said once where both are one number of the same: 0.109 to 0.215 req/s, but 12.0 s to 2 min 5 s."""
     first, last = quantity(low, unit), quantity(high, unit)
-    number, _, name = first.partition(" ")
-    return f"{number if last.endswith(' ' + name) else first} to {last}"
+    number, *name = first.split(" ")
+    return f"{number if len(name) == 1 and last.split(' ')[1:] == name else first} to {last}"
 
 
 def _minutes(time: pd.Timestamp, now: float) -> int:
@@ -323,7 +367,7 @@ def models_table(seen: list[Outlook], signal: Signal, view: View) -> str:
             told = f"{percent(accuracy.coverage)} of {accuracy.outcomes} outcomes were in the 95 % band"
             numbers = f'<td{mark} title="{told}">{error(accuracy.mae, signal.unit)}</td>'
         numbers += _last_day(each.lately)
-        made = ABSENT if each.origin is None else f"{moment(each.origin, view.zone):%H:%M}"
+        made = ABSENT if each.origin is None else clock(each.origin, view)
         rows.append(f"<tr><td>{escape(each.title)}</td>{numbers}<td>{made}</td></tr>")
     notes = []
     for each in seen:
@@ -344,8 +388,5 @@ def _last_day(lately: Lately | None) -> str:
     """Two cells: skill against the last value, and what the 95 % band covered (the others on hover)."""
     if lately is None:
         return f"<td>{ABSENT}</td>" * 2
-    skill = ABSENT if lately.skill is None else f"{lately.skill:.2f}"
     bands = ", ".join(f"{share:.0%} band: {percent(covered)}" for share, covered in sorted(lately.coverage.items()))
-    return (
-        f'<td>{skill}</td><td title="{escape(bands)}; {lately.outcomes} outcomes">{percent(lately.coverage[0.95])}</td>'
-    )
+    return f'<td>{_skill(lately.skill)}</td><td title="{escape(bands)}; {lately.outcomes} outcomes">{percent(lately.coverage[0.95])}</td>'

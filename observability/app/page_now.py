@@ -89,7 +89,10 @@ def _availability_panel(objective: Objective) -> Panel:
     def words(context: Context, data: pd.DataFrame) -> str:
         failed = queries.current(data, context.view)
         verdict = "unknown" if failed is None else "missed" if failed > allowed else "met"
-        told, ended = _VERDICTS[verdict], queries.now_rows(queries.over_time(context.source, context.view, outcomes), context.view)
+        told, ended = (
+            _VERDICTS[verdict],
+            queries.now_rows(queries.over_time(context.source, context.view, outcomes), context.view),
+        )
         if failed is None and len(ended) and not ended["value"].any():
             told = _QUIET
         return (

@@ -161,7 +161,7 @@ def _print(found: Study, plot: Path | None) -> None:
 
 
 def _ratio(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "-"
+    return f"{value:z.2f}" if math.isfinite(value) else "-"
 
 
 def _plot(found: Study, path: Path) -> None:

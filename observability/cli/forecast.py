@@ -311,6 +311,12 @@ def _print_line(console: Console, run: Run) -> None:
     console.print(f"{_moment(run.at)} {made}{later} in {run.seconds:.1f} s", markup=False, soft_wrap=True)
     for reason in dict.fromkeys(f"{each.signal} {_labels(each.labels)}: {each.refused}" for each in refused):
         console.print(f"  not forecast: {reason}", markup=False, soft_wrap=True)
+    for series, reason in run.unmeasured:
+        console.print(
+            f"  past not measured: {series.signal.name} {_labels(series.labels)}: {reason}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _print_table(run: Run) -> None:
@@ -339,6 +345,9 @@ def _print_table(run: Run) -> None:
         if "simulated" in each.flags:
             said.append("learned from simulated history")
         remarks += [f"{name} {labels}: {text}" for text in said]
+    remarks += [
+        f"{short[s.signal.name][0]} {_labels(s.labels)}: past not measured: {reason}" for s, reason in run.unmeasured
+    ]
     out = Console(highlight=False)
     out.print(table)
     for text in dict.fromkeys(remarks):

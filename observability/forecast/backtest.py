@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from observability.forecast.series import DAY_SECONDS, GridSeries, window
-from observability.store.forecasts import HORIZON_STEPS, STEP_SECONDS, Forecast, Score, shared_origins
+from observability.store.forecasts import HORIZON_SECONDS, Forecast, Score, shared_origins
 
 HINDCAST_EVERY_SECONDS = 3600.0
 HINDCAST_SECONDS = DAY_SECONDS
@@ -18,7 +18,7 @@ SCORED_SECONDS = 3 * DAY_SECONDS
 def hindcast_origins(series: GridSeries, now: float) -> list[float]:
     """Whole hours of the last day whose own hour ahead is over and from which a forecast could have been made, newest
     first."""
-    newest = (now - HORIZON_STEPS * STEP_SECONDS) // HINDCAST_EVERY_SECONDS * HINDCAST_EVERY_SECONDS
+    newest = (now - HORIZON_SECONDS) // HINDCAST_EVERY_SECONDS * HINDCAST_EVERY_SECONDS
     hours = newest - HINDCAST_EVERY_SECONDS * np.arange(round(HINDCAST_SECONDS / HINDCAST_EVERY_SECONDS))
     possible = []
     for hour in map(float, hours):

@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class Run:
     """What one run made: the forecasts at `at` (Unix seconds), the scores of each series, how good those of its last day were, and
-    the seconds it took."""
+    the seconds it took. `unmeasured`: series whose past forecasts could not be made up for, and why."""
 
     at: float
     forecasts: tuple[Forecast, ...]
@@ -52,6 +52,7 @@ class Run:
     hindcasts: int
     seconds: float
     lately: tuple[tuple[GridSeries, tuple[Quality, ...]], ...] = ()
+    unmeasured: tuple[tuple[GridSeries, str], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for --json; times in UTC, what is unknown as null."""
@@ -68,6 +69,10 @@ class Run:
                 for score in each
             ],
             "hindcasts": self.hindcasts,
+            "unmeasured": [
+                {"signal": series.signal.name, "labels": dict(series.labels), "reason": reason}
+                for series, reason in self.unmeasured
+            ],
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
@@ -106,9 +111,10 @@ def run_once(
             stored = {model: each for model, each in stored.items() if each or model in MODELS}
             scored.append((series, tuple(scores(series, now, stored))))
             lately.append((series, quality(series, now, stored)))
-        return Run(now, made, tuple(scored), hindcasts, time.monotonic() - started, tuple(lately))
+        seconds = time.monotonic() - started
+        return Run(now, made, tuple(scored), hindcasts, seconds, tuple(lately), tuple(unmeasured))
 
-    missing = _missing(store, found, now)
+    missing, unmeasured = _missing(store, found, now)
     if missing:
         publish(result(0))
     done = 0
@@ -228,20 +234,23 @@ def _work(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> t
         return Window(series.signal, series.labels, grid_step(now), np.empty(0), refused=reason), UNCALIBRATED
 
 
-def _missing(store: EmbeddedStore, found: Iterable[GridSeries], now: float) -> list[tuple[GridSeries, float, str]]:
+def _missing(
+    store: EmbeddedStore, found: Iterable[GridSeries], now: float
+) -> tuple[list[tuple[GridSeries, float, str]], list[tuple[GridSeries, str]]]:
     """Series, origin and model of the hindcasts that are still to be made, oldest origins first, since each is calibrated
-    on those before."""
-    missing = []
+    on those before; and the series that broke when their origins were looked for, with the reason."""
+    missing, unmeasured = [], []
     for series in found:
         try:
             origins = hindcast_origins(series, now)
-        except Exception:  # what is wrong with it, its refusal says
+        except Exception as error:  # at an hour of a series nobody thought of; its newest window may be well
+            unmeasured.append((series, f"an earlier window failed: {type(error).__name__}: {error}"))
             continue
         if origins:
             for model in MODELS:
                 stored = {f.origin for f in _stored(store, series, model, origins[-1])}
                 missing += [(series, origin, model) for origin in origins if origin not in stored]
-    return sorted(missing, key=lambda each: each[1])
+    return sorted(missing, key=lambda each: each[1]), unmeasured
 
 
 def _calibration(store: EmbeddedStore, series: GridSeries, model: str, now: float) -> Calibration:

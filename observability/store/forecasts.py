@@ -11,6 +11,7 @@ import numpy as np
 T = TypeVar("T")
 STEP_SECONDS = 600
 HORIZON_STEPS = 6
+HORIZON_SECONDS = HORIZON_STEPS * STEP_SECONDS
 #: Probabilities of the stored quantiles; the ends bound the 95 % interval.
 LEVELS = (0.025, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.975)
 #: Model -> its name for people. Where several are run they are run, listed and shown in this order.

@@ -17,12 +17,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from rich.console import Console
 
 from exporters import forecast as exporter
 from exporters.forecast import ForecastMetrics, seconds_until
 from exporters.prometheus import start_exporter
 from observability import catalog as c
-from observability.forecast import models, worker
+from observability.cli import forecast as command
+from observability.forecast import backtest, models, worker
 from observability.forecast.calibration import GAIN
 from observability.forecast.series import FORECAST_SIGNALS, GridSeries, Window
 from observability.forecast.worker import run_once
@@ -201,6 +203,33 @@ def test_one_bad_series_never_stops_the_others(tmp_path: Path, monkeypatch: pyte
     assert shown == {("good", "kv_usage"), ("good", "ttft_p99")}
 
 
+def test_a_series_that_breaks_at_an_earlier_hour_says_so_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest window is well, so its forecast is made: no refusal would tell."""
+    store = fill(tmp_path / "s.sqlite", hours=6)
+    real = backtest.window
+
+    def broken(series: GridSeries, now: float) -> Window:
+        if series.signal == KV:
+            raise FloatingPointError("planted")
+        return real(series, now)
+
+    monkeypatch.setattr(backtest, "window", broken)
+    run = run_once(store, store, [KV, TTFT])
+    assert not any(f.refused for f in run.forecasts)
+    assert {f.signal for f in run.forecasts} == {KV.name, TTFT.name}
+    made = {s.name for s in (KV, TTFT) if any(f.hindcast for f in store.stored_forecasts(s.name, {}, "auto"))}
+    assert made == {TTFT.name}
+    reason = "an earlier window failed: FloatingPointError: planted"
+    assert run.as_json()["unmeasured"] == [{"signal": KV.name, "labels": {"model": "m"}, "reason": reason}]
+    command._print_table(run)
+    command._print_line(Console(file=sys.stdout), run)
+    said = capsys.readouterr().out
+    assert said.count(f"past not measured: {reason}") == 1
+    assert said.count(f"past not measured: {KV.name} m: {reason}") == 1
+
+
 def test_a_scrape_does_not_wait_for_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, fitting, go_on = fill(tmp_path / "s.sqlite", hours=6), threading.Event(), threading.Event()
     real = dict(models._RUN)["auto"]
@@ -261,6 +290,27 @@ def test_a_failed_run_keeps_what_was_forecast_and_is_counted(served: tuple[Sampl
     counts = {row.labels: row.value for row in rows["kvscope_forecast_runs"]}
     assert counts == {("done",): 1, ("failed",): 1}
     assert len(rows["kvscope_forecast_value"]) == 6 * 7
+
+
+def test_a_forecast_is_not_told_beyond_its_hour(served: tuple[Samples, EmbeddedStore, float]) -> None:
+    """Runs fail: what the newest said of the hour after its data goes with that hour; how old it is stays to be seen."""
+    now = [0.0]
+    metrics = ForecastMetrics(clock=lambda: now[0])
+    run = run_once(served[1], served[1], [KV], until=0.0)
+    metrics.publish(run)
+    (origin,) = {f.origin for f in run.forecasts if f.model == "auto"}
+    of_hour = {
+        "kvscope_forecast_value",
+        "kvscope_forecast_breach_probability_ratio",
+        "kvscope_forecast_time_to_breach_seconds",
+    }
+    seen = []
+    for now[0] in (origin + 3599, origin + 3600):
+        metrics.failed()
+        seen.append({family.name for family, _ in metrics.snapshot()})
+    assert of_hour <= seen[0]
+    assert seen[0] - seen[1] == of_hour
+    assert "kvscope_forecast_origin_timestamp_seconds" in seen[1]
 
 
 def test_the_command_serves_what_it_forecasts_with_a_token(
