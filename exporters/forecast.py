@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from observability import catalog as c
 from observability.catalog import Family
-from observability.forecast.limits import LIMITS
 from observability.forecast.quality import Quality
 from observability.forecast.series import FORECAST_SIGNALS
 from observability.forecast.worker import Run
@@ -71,11 +70,6 @@ class ForecastMetrics:
             rows.setdefault(family.name, []).append(Row("_info" if family.kind == "info" else "", labels, value))
         rows[c.FORECAST_FAILURES.name] = [Row("_total", labels, count) for labels, count in self._failures.items()]
         rows[c.FORECAST_RUNS.name] = [Row("_total", (outcome,), count) for outcome, count in self._runs.items()]
-        rows[c.FORECAST_LIMIT.name] = [
-            Row("", (SHORT[signal], limit.name), limit.value)
-            for signal, limits in LIMITS.items() if signal in SHORT
-            for limit in limits
-        ]  # fmt: skip
         return [FamilySamples(family, rows[family.name]) for family in c.FORECAST_FAMILIES if family.name in rows]
 
 
@@ -111,6 +105,7 @@ def _forecast_rows(one: Forecast) -> Found:
         for level, place in _QUANTILES.items():
             yield c.FORECAST_VALUE, (*of, horizon, level), row[place]
     for breach in one.breaches:
+        yield c.FORECAST_LIMIT, (*of, breach.name), breach.limit
         for horizon, chance in zip(c.FORECAST_HORIZONS, breach.chances, strict=True):
             yield c.FORECAST_BREACH, (*of, breach.name, horizon), chance
         for share in c.FORECAST_TIME_QUANTILES:

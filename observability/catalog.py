@@ -655,7 +655,7 @@ FORECAST_BREACH_TIME = _gauge(
     "Time from kvscope_forecast_origin_timestamp_seconds within which the limit is passed with probability `quantile`, linear inside a step. Absent when that is more than an hour.",
 )  # fmt: skip
 FORECAST_LIMIT = _gauge(
-    "kvscope_forecast_limit", "", ("signal", "limit"), "The limit, in the unit of its signal: an objective, the KV pool nearly full, or (kv_room, passed downwards) room for one more request."
+    "kvscope_forecast_limit", "", (*_MS, "limit"), "The limit, in the unit of its signal: an objective, the KV pool nearly full, or (kv_room, passed downwards) room for one more request."
 )  # fmt: skip
 FORECAST_ERROR = _gauge(
     "kvscope_forecast_absolute_error", "", (*_MS, "forecaster"),

@@ -97,6 +97,8 @@ _DEFAULTS: tuple[Objective, ...] = (
     ),
     AvailabilityObjective(name="availability", title="Availability", target=0.999),
 )  # fmt: skip
+#: Seconds of the latency objectives that nobody changed, by name.
+DEFAULT_THRESHOLDS = {x.name: x.threshold_seconds for x in _DEFAULTS if isinstance(x, LatencyObjective)}
 SHORT_TITLES = {"ttft": "TTFT", "itl": "ITL", "e2e": "Duration", "availability": "Availability"}
 
 

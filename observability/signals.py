@@ -341,6 +341,12 @@ def share_name(objective: LatencyObjective, classes: tuple[str, ...]) -> str:
     return f"model:{objective.family.name}{without(classes)}:error_ratio{re.sub(r'[^_a-z0-9]', '_', over)}_rate5m"
 
 
+def threshold_of(name: str) -> float | None:
+    """Seconds of which the signal `name` is the share above; None where it is no such share."""
+    shares = ((share_name(each, classes), each) for general in LATENCY_OBJECTIVES for each, classes in counted(general))
+    return next((each.threshold_seconds for share, each in shares if share == name), None)
+
+
 def outcomes_name(classes: tuple[str, ...]) -> str:
     """Name of the signal that is the rate of ended requests by outcome but those of `classes`."""
     return f"model_outcome:kvscope_requests{without(classes)}:rate5m"

@@ -10,7 +10,8 @@ from exporters.adapters.capability import YES, Capability, no, partial
 from exporters.adapters.promql import objective_of
 from exporters.adapters.table import Adapter
 from exporters.adapters.vllm_plugin import CAPABILITIES as VLLM_PLUGIN
-from observability.signals import BY_NAME, of_every_class
+from observability.objectives import DEFAULT_THRESHOLDS
+from observability.signals import BY_NAME, of_every_class, threshold_of
 
 ADAPTERS: Mapping[str, Adapter] = {
     module.ADAPTER.engine: module.ADAPTER for module in (vllm, sglang, llamacpp, trtllm, triton, tgi, dynamo, ray)
@@ -80,9 +81,12 @@ def capability(engine: str, signal: str) -> Capability:
     if objective is not None and objective.name in adapter.latencies:
         latency = adapter.latencies[objective.name]
         told = [latency.limits]
-        told += (
-            [latency.resolution] if re.search(r":p\d", signal) else [latency.share] if ":error_ratio" in signal else []
-        )
+        if re.search(r":p\d", signal):
+            told.append(latency.resolution)
+        elif (threshold := threshold_of(signal)) == DEFAULT_THRESHOLDS[objective.name]:
+            told.append(latency.share)
+        elif threshold is not None:
+            told.append(f"only where {threshold:g} s is a bucket bound of the engine")
         reason = "; ".join(text for text in told if text)
         return partial(reason) if reason else YES
     if (feed := adapter.feeds.get(of_every_class(signal))) is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from exporters.adapters.table import Adapter, Feed, Histogram, Level, Rate, Series, Share, Split
-from observability.objectives import LATENCY_OBJECTIVES, LatencyObjective
+from observability.objectives import DEFAULT_THRESHOLDS, LATENCY_OBJECTIVES, LatencyObjective
 from observability.signals import (
     BY_NAME,
     QUANTILES,
@@ -111,11 +111,13 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
 def threshold_rates(
     adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str, models: str = ""
 ) -> tuple[str, str]:
-    """Rates of all events and of those within the objective's threshold: exact where the target has that bucket bound, else from
-    the bound below. `models`: what the label of the model must match, such as `="a"`."""
+    """Rates of all events and of those within the objective's threshold: exact where the target has that bucket bound, else, of a threshold
+    that nobody changed, from the bound below. `models`: what the label of the model must match, such as `="a"`."""
     only = f"{adapter.model_label or 'model'}{models}," if models else ""
     exact = f"{objective.threshold_seconds / source.of.scale:g}"
-    bounds = [exact.replace(".", r"\.")] + ([source.bound] if source.bound and source.bound != exact else [])
+    bounds = [exact.replace(".", r"\.")]
+    if source.bound not in ("", exact) and objective.threshold_seconds == DEFAULT_THRESHOLDS[objective.name]:
+        bounds.append(source.bound)
     good = []
     for bound in bounds:
         pattern = (bound if "\\" in bound else bound.replace(".", r"\.")).replace("\\", "\\\\")

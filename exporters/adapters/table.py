@@ -71,7 +71,7 @@ class Split:
 class Histogram:
     """A latency histogram with the engine's own bucket bounds, in seconds after `of.scale`.
 
-    `bound` is the bound at or below the objective's threshold that the engine has by default, as a regular expression of its
+    `bound` is the bound at or below the default threshold of the objective that the engine has by default, as a regular expression of its
     `le` without a fraction of zeros ("0.75", "19.18.*"); "" where none is known. The exact threshold is used where a target has it.
     """
 

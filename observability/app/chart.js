@@ -57,9 +57,12 @@ const look = ({ type, mode, stackgroup, fill, fillcolor, line = {}, marker = {} 
 const legend = (chart, data) => {
   const all = named(data).map((trace) => ({ key: group(trace), name: trace.name, kind: look(trace) }));
   const keys = all.map(({ key }) => key);
+  const show = () => {
+    for (const [n, button] of [...chart.names.children].entries()) button.ariaPressed = String(!chart.hidden.has(keys[n]));
+  };
   const change = (hidden) => {
     chart.hidden = hidden;
-    for (const [n, button] of [...chart.names.children].entries()) button.ariaPressed = String(!hidden.has(keys[n]));
+    show();
     ask(chart);
   };
   const text = JSON.stringify(all);
@@ -69,13 +72,13 @@ const legend = (chart, data) => {
       const button = document.createElement("button");
       button.className = kind;
       button.style.setProperty("--colour", colour);
-      button.ariaPressed = String(!chart.hidden.has(key));
       button.append(document.createElement("i"), name);
       button.onclick = () => change(chart.hidden.symmetricDifference(new Set([key])));
       button.ondblclick = () => change(new Set(keys.some((each) => each !== key && !chart.hidden.has(each)) ? keys.filter((each) => each !== key) : []));
       return button;
     }));
   }
+  show();
 };
 
 // The ranges of the axes as they were sent, to go back to.
@@ -94,7 +97,8 @@ const draw = async (Plotly, chart) => {
   const { data, layout } = chart.figure ?? JSON.parse(chart.text); // anew each time: Plotly changes what it draws
   chart.figure = undefined;
   if (chart.drawn !== revision) chart.zoom = undefined;
-  for (const trace of data) if (chart.hidden.has(group(trace))) trace.visible = "legendonly";
+  const hidden = chart.names.children.length ? chart.hidden : new Set(); // what no name could show again is shown
+  for (const trace of data) if (hidden.has(group(trace))) trace.visible = "legendonly";
   chart.sent = ranges(layout);
   chart.drawn = revision;
   await Plotly.react(place, data, { ...layout, uirevision: ++draws, width, height, showlegend: false, template: JSON.parse(chart.theme) }, CONFIG);

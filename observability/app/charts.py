@@ -574,7 +574,7 @@ def forecast(
     if len(ahead):
         for share in sorted(bands, reverse=True):
             band(ahead, share, ORANGE)
-        centre(ahead, "next hour", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
+        centre(ahead, "forecast", mode="lines+markers", line={"color": ORANGE, "width": 2}, marker={"size": 5})
     _time_axis(sheet, frame)
     now = moment(view.end, view.clock)
     sheet.x["range"] = [moment(view.start, view.clock), max([now, *shown(pd.DatetimeIndex(ahead["time"]), view.clock)])]

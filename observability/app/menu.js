@@ -1,7 +1,7 @@
 // The menu of the cards of a page: tells the app whose button was pressed, and keeps what the app then opens at that button. Streamlit's own
 // button for it is not to be seen, so this cares for the focus.
 let card = ""; // whose button was pressed last
-let asked = false; // and not answered yet
+let asked = ""; // on which page, while it is not answered
 let watch; // while a menu is awaited or open
 let tell; // the app, by the component of now
 let leave = () => {};
@@ -20,7 +20,7 @@ const put = () => {
 };
 
 const opened = (menu, byKeys) => {
-  asked = false;
+  asked = "";
   const { ariaLabel } = Object.assign(button() ?? {}, { ariaExpanded: "true" });
   Object.assign(menu, { ariaLabel, tabIndex: -1 });
   if (byKeys && document.activeElement === button()) menu.focus();
@@ -32,12 +32,18 @@ const closed = () => {
   if (document.activeElement === document.body) button()?.focus({ preventScroll: true });
 };
 
+const drop = () => {
+  asked = ""; // the reader went to another page
+  clearInterval(watch);
+};
+
 const follow = (byKeys) => {
   const before = body();
   let [menu, waited] = [undefined, 0];
   clearInterval(watch);
   watch = setInterval(() => {
     const now = body();
+    if (asked && asked !== location.pathname) drop();
     if (asked && !reading() && ++waited % 30 === 0) tell(card); // three seconds: it was lost
     if (menu && !now) closed();
     else if (now && now !== before && now !== menu) opened((menu = now), byKeys);
@@ -48,7 +54,7 @@ const follow = (byKeys) => {
 export default ({ setTriggerValue }) => {
   leave();
   tell = (each) => setTriggerValue("card", each);
-  if (asked) tell(card); // of the page that was being read: it told a component that is gone
+  if (asked === location.pathname) tell(card); // it told a component that is gone, of the page before this was read
   let closing = false; // by this very press, as one beside the menu
   const down = ({ target }) => {
     closing = Boolean(body()) && target.closest?.("button.menu")?.dataset.card === card;
@@ -62,7 +68,7 @@ export default ({ setTriggerValue }) => {
       return;
     }
     card = pressed.dataset.card;
-    asked = true;
+    asked = location.pathname;
     put();
     follow(!detail);
     tell(card);

@@ -18,7 +18,7 @@ from observability.app.view import View, moment
 from observability.errors import KvscopeError
 from observability.forecast.limits import Limit
 from observability.forecast.quality import BASELINE
-from observability.objectives import LATENCY_OBJECTIVES
+from observability.objectives import LATENCY_OBJECTIVES, left_out
 from observability.signals import Signal
 from observability.store.forecasts import DEFAULT_MODEL, HORIZON_SECONDS, MODEL_TITLES, MODELS
 
@@ -136,7 +136,7 @@ def _risks(context: Context, model: str, seen: Seen) -> Content:
     found = outlook.risks(looks, end, context.view.model)
     data = pd.DataFrame(
         [
-            (_title(r.limit), r.limit.value, r.chance, r.start, None if r.by is None else r.by - end, lack(r.look, context.view) if r.chance is None else "")
+            (_title(r.limit, context.view.model), r.limit.value, r.chance, r.start, None if r.by is None else r.by - end, lack(r.look, context.view) if r.chance is None else "")
             for r in found
         ],
         columns=["limit", "value", "chance", "hour_from", "seconds_until", "absent"],
@@ -149,7 +149,7 @@ def risks_table(found: Sequence[Risk], view: View) -> str:
     """HTML: each limit with its chance in the hour of the forecast and when it is likely passed, or why there is no forecast of what comes;
     the objectives that are not forecast last."""
     rows = "".join(
-        f'<tr class="{"" if (risk.chance or 0.0) >= 0.05 else "quiet"}"><td>{escape(_title(risk.limit))}</td>'
+        f'<tr class="{"" if (risk.chance or 0.0) >= 0.05 else "quiet"}"><td>{escape(_title(risk.limit, view.model))}</td>'
         f"<td>{_beyond(risk)}</td>{_told(risk, view)}</tr>"
         for risk in found
     )
@@ -159,8 +159,10 @@ def risks_table(found: Sequence[Risk], view: View) -> str:
     return f'<table class="plain"><tr><th></th><th>limit</th><th>chance</th><th>between</th><th>likely</th></tr>{rows}</table>'
 
 
-def _title(limit: Limit) -> str:
-    return LIMIT_TITLES.get(limit.name, limit.name)
+def _title(limit: Limit, model: str) -> str:
+    """What is limited. Quantiles are of all classes, also where the objective of `model` leaves some out."""
+    apart = any(left_out(each) for each in queries.held_latencies(model) if each.name == limit.name)
+    return LIMIT_TITLES.get(limit.name, limit.name) + (" of all classes" if apart else "")
 
 
 def _beyond(risk: Risk) -> str:

@@ -39,7 +39,7 @@ def _objective_words(objective: LatencyObjective) -> Words:
         now = queries.objective_now(context.source, context.view, objective)
         told = _VERDICTS[now.verdict]
         if now.share_over is None:
-            told = "not recorded" if now.p99 is not None else _QUIET if now.events == 0 else told
+            told = _QUIET if now.events == 0 else "not recorded" if now.p99 is not None else told
         return (
             f'<div class="figure"><b>{quantity(now.p99, "seconds")}</b>'
             f'<em class="verdict {now.verdict}">{told}</em>'

@@ -137,7 +137,8 @@ def _makeup(context: Context, q: float, by: str, whole: bool, height: int) -> Co
         return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
     rows = {name: makeup.matrix.sum(axis=1 if by == "state" else 0) for name, makeup in found.items()}
     data = pd.concat([makeup.rows().assign(requests=name) for name, makeup in found.items()])
-    told = "" if whole else ui.of_when(max(makeup.time for makeup in found.values()), context.view)
+    now = _read(context, context.view, q, whole)
+    told = "" if whole or now is None else ui.of_when(now.time, context.view)
     return Content(figure=charts.makeup_bars(rows, height), below=told, data=data)
 
 
@@ -149,11 +150,12 @@ def _lengths(context: Context, q: float) -> Content:
     rows = {name: parts for name, parts in rows.items() if len(parts)}
     if not rows:
         return Content(absent=ui.why_absent(context, [queries.TAIL_LENGTHS[q]]))
-    shares = queries.length_shares_now(context.source, context.view, q)
-    told = ", ".join(f"{quantity(share, 'ratio')} are {bucket}" for bucket, share in shares.items())
+    shares, below = queries.length_shares_now(context.source, context.view, q), ""
+    if len(shares):
+        told = ", ".join(f"{quantity(share, 'ratio')} are {bucket}" for bucket, share in shares.items())
+        when = queries.over_time(context.source, context.view, queries.TAIL_LENGTH_SHARES[q])["time"].max()
+        below = f'<p class="limits">Of the {slowest(q)}: {told}</p>{ui.of_when(when, context.view)}'
     data = pd.concat([parts.rename("value").reset_index().assign(requests=name) for name, parts in rows.items()])
-    when = queries.over_time(context.source, context.view, queries.TAIL_LENGTHS[q])["time"].max()
-    below = f'<p class="limits">Of the {slowest(q)}: {told}</p>{ui.of_when(when, context.view)}'
     return Content(figure=charts.makeup_bars(rows, 120), below=below, data=data)
 
 

@@ -16,7 +16,7 @@ from observability.app.queries import Change
 from observability.app.trends import Curve
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
-from observability.objectives import E2E, TTFT, LatencyObjective, held_to
+from observability.objectives import E2E, TTFT, LatencyObjective, held_to, left_out
 from observability.signals import Signal
 
 CURVE_HEIGHT, HEIGHT = 300, 190
@@ -134,7 +134,8 @@ def draw(context: Context) -> None:
     for column, objective in zip(st.columns(2), (ttft, e2e), strict=True):
         with column:
             ui.text_card(
-                context, f"curve-{objective.name}", f"At what load does {objective.title.lower()} bend?", "P99 against requests/s",
+                context, f"curve-{objective.name}", f"At what load does {objective.title.lower()} bend?",
+                f"P99{' of all classes' if left_out(objective) else ''} against requests/s",
                 [queries.REQUESTS, queries.quantile_signal(objective, 0.99)], functools.partial(curve_card, objective=objective),
                 note=CURVE_NOTE, height=CURVE_HEIGHT,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -44,6 +44,8 @@ from observability.store.source import SeriesSource
 HOUR = 3600.0
 #: One step of the hour-against-hour comparison.
 COMPARISON_STEP = 60.0
+#: One step of a look at some minutes.
+_CLOSE_STEP = 15.0
 
 REQUESTS = BY_NAME["model:kvscope_requests_received:rate5m"]
 OUTCOMES = BY_NAME["model_outcome:kvscope_requests:rate5m"]
@@ -480,10 +482,10 @@ def kv_usage_of(source: SeriesSource, view: View, made: Makeup | None) -> float 
     not measured."""
     end = view.end if made is None else made.time.timestamp()
     start = view.start if made is None else end - WINDOW_SECONDS - made.seconds
-    usage = over_time(source, view, KV_USAGE).set_index("time")["value"]
-    usage = usage[(unix_seconds(usage.index) > start) & (unix_seconds(usage.index) <= end)]
+    close = replace(view, start=start, end=end, step=view.step if made is None else _CLOSE_STEP)
+    usage = over_time(source, close, KV_USAGE).set_index("time")["value"]
     for signal in (WAITING, RUNNING, ENDED):
-        weights = over_time(source, view, signal).set_index("time")["value"].reindex(usage.index).fillna(0.0)
+        weights = over_time(source, close, signal).set_index("time")["value"].reindex(usage.index).fillna(0.0)
         if weights.sum() > 0:
             return float(np.average(usage, weights=weights))
     return None if usage.empty else float(usage.mean())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,3 +171,16 @@ def test_adapters_count_a_models_own_objective_too(program: Callable[[str], str]
     [allowed] = [each for each in rules if "kvscope_objective_allowed" in each and "0.05 * " in each]
     assert 'model_name="own"' in allowed
     assert rules.str.startswith("model:kvscope_request_duration_seconds:error_ratio_over_40s_rate5m").sum() == 1
+
+
+def test_adapters_count_another_threshold_from_its_own_bound_alone(tmp_path: Path) -> None:
+    """The bound below 20 s says nothing of 40 s: where an engine has no bound there, nothing is counted."""
+    code = "from exporters.adapters import engines, promql; from observability import objectives as o, signals as s; "
+    code += "own = o.held_to('own', o.E2E); a = engines.ADAPTERS['vllm']; f = a.latencies['e2e'].source; "
+    code += "print(promql.threshold_rates(a, own, f, '5m')[1]); print(promql.threshold_rates(a, o.TTFT, a.latencies['ttft'].source, '5m')[1]); "
+    code += "print(engines.capability('vllm', s.share_name(own, ())))"
+    own, general, told = under_own(tmp_path, ("-c", code)).strip().splitlines()
+    assert set(re.findall(r'le=~"(\d+)', own)) == {"40"}
+    assert set(re.findall(r'le=~"(0[^"]+)0\*"', general)) == {r"0\\.8", r"0\\.75"}
+    assert "partial" in told
+    assert "only where 40 s is a bucket bound" in told

@@ -112,11 +112,11 @@ def test_the_chart_holds_what_came_the_past_and_the_next_hour_with_three_bands(
         found.came, seen.past, seen.ahead, SIGNAL.unit, charts.Frame(view), median=outlook.MEDIAN, bands=outlook.BANDS
     ).figure()
     named = {trace.name: trace for trace in figure.data if trace.name}
-    assert set(named) == {"made 1 h ago", "measured", "next hour"}
-    np.testing.assert_allclose(named["next hour"].y, seen.ahead[outlook.MEDIAN])
+    assert set(named) == {"made 1 h ago", "measured", "forecast"}
+    np.testing.assert_allclose(named["forecast"].y, seen.ahead[outlook.MEDIAN])
     np.testing.assert_allclose(np.array(named["measured"].y, dtype=float), found.came["value"])
     middles = pd.DatetimeIndex(seen.ahead["time"]).tz_localize(None) - pd.Timedelta(minutes=5)
-    assert list(pd.DatetimeIndex(named["next hour"].x)) == list(middles)
+    assert list(pd.DatetimeIndex(named["forecast"].x)) == list(middles)
     filled = [trace for trace in figure.data if trace.fill == "tonexty"]
     assert len(filled) == 1 + len(outlook.BANDS)
 
@@ -367,7 +367,7 @@ def test_the_chart_of_a_forecast_whose_hour_is_over_has_no_next_hour(source: Emb
         then = at(view, origin + age)
         figure = _forecast(Context(source, then, ()), SIGNAL, "auto", lambda signal: seen).figure
         assert figure is not None
-        assert ("next hour" in {trace["name"] for trace in figure.traces if trace.get("name")}) is shown
+        assert ("forecast" in {trace["name"] for trace in figure.traces if trace.get("name")}) is shown
 
 
 def test_with_few_outcomes_the_page_says_so_instead_of_drawing(

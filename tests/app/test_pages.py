@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 
 from observability.app.settings import PLOTLY
 from observability.app.units import quantity
+from observability.signals import BY_NAME
 from observability.store.embedded import create
 from tests.app import synthetic
 from tests.app.browser import Browser
@@ -293,6 +294,35 @@ def test_a_link_shows_the_same_hours_in_every_time_zone(browser: Browser, app_ur
         browser.driver.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": ""})
 
 
+def test_a_line_that_is_left_alone_is_shown_though_it_was_hidden(
+    browser: Browser, start_app: Start, tmp_path: Path
+) -> None:
+    store, begin = create(tmp_path / "store.db"), time.time()
+
+    def write(at: np.ndarray, **values: float) -> None:
+        when = pd.to_datetime(at, unit="s", utc=True)
+        for kind, value in values.items():
+            store.append(
+                BY_NAME["model_kind:kvscope_step_duration_seconds:p99_5m"].name,
+                pd.DataFrame({"time": when, "model": "m", "kind": kind, "value": value}),
+            )
+        store.append("model:kvscope_kv_usage:ratio", pd.DataFrame({"time": when, "model": "m", "value": 0.5}))
+
+    write(np.arange(begin - 7200, begin - 3700, 15.0), decode=0.02)  # no more in the last hour
+    write(np.arange(begin - 7200, begin + 600, 15.0), prefill=0.05)
+    browser.open(f"{start_app(tmp_path / 'store.db')}/batching?range=6h", 1)
+    card = ".st-key-card-step-duration"
+    wait_for(lambda: browser.count(f"{card} .names button") == 2, 30, "both have a name")
+    shown = f"return document.querySelector('{card} .js-plotly-plot')._fullData.map(t => [t.name, t.visible])"
+    browser.driver.execute_script(
+        f"[...document.querySelectorAll('{card} .names button')].find(b => b.innerText === 'prefill').click()"
+    )
+    wait_for(lambda: ["prefill", "legendonly"] in browser.driver.execute_script(shown), 10, "it is hidden")
+    browser.driver.find_element(By.XPATH, "//button[.='1h']").click()
+    wait_for(lambda: browser.driver.execute_script(shown) == [["prefill", True]], 30, "the one that is left is drawn")
+    assert browser.count(f"{card} .names button") == 0
+
+
 #: By card: what the buttons over its chart say, and what Plotly's own legend of the same chart says.
 _LEGENDS = """
 const done = arguments[0], out = {};
@@ -332,6 +362,11 @@ def test_a_name_hides_its_line_by_keys_and_a_double_click_shows_it_alone(browser
     assert browser.driver.execute_script(f"return {names}.map(b => b.ariaPressed)")[:2] == ["true", "false"]
     ActionChains(browser.driver).send_keys(Keys.SPACE).perform()
     wait_for(lambda: browser.driver.execute_script(shown) == every, 10, "it is back")
+    browser.driver.execute_script(f"{names}[1].click()")
+    wait_for(lambda: len(browser.driver.execute_script(shown)) == len(every) - 1, 10, "it is hidden again")
+    browser.driver.find_element(By.XPATH, "//button[.='6h']").click()
+    wait_for(lambda: browser.driver.execute_script(shown) == every, 30, "another range shows all")
+    assert set(browser.driver.execute_script(f"return {names}.map(b => b.ariaPressed)")) == {"true"}
     last = browser.driver.find_elements(By.CSS_SELECTOR, ".st-key-card-hits-over-time .names button")[-1]
     for wanted in (every[-1:], every):
         time.sleep(1)  # apart from the double click before

@@ -15,7 +15,7 @@ import pytest
 
 from alerts import burn
 from observability import catalog, objectives
-from observability.app import budget, findings, page_now, queries, ui
+from observability.app import budget, findings, page_now, page_p99, queries, ui
 from observability.app import happened as happening
 from observability.app.happened import happened, incidents
 from observability.app.page_now import in_words
@@ -98,6 +98,8 @@ def test_a_finding_is_told_with_the_pool_as_it_was_while_requests_waited(tmp_pat
     view = make_view("m", 3600, end)
     slow = queries.makeup_now(store, view, 0.99)
     assert slow is not None
+    week = make_view("m", 7 * 86400, end)  # its points are ten minutes apart
+    assert queries.kv_usage_of(store, week, slow) == pytest.approx(0.97)
     for made in (slow, None):
         usage = queries.kv_usage_of(store, view, made)
         assert usage == pytest.approx(0.97)
@@ -397,9 +399,37 @@ def test_an_objective_says_whether_nobody_asked_or_nothing_is_known(
     put(queries.OUTCOMES.name, np.where(asked, 2.0, later), outcome="stop")
     view = make_view("m", 3600, end)
     context = ui.Context(store, view)
+    if rate == 0:  # P99 counts classes that the objective leaves out
+        classes = dataclasses.replace(queries.objective_now(store, view, TTFT), p99=3.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queries, "objective_now", lambda *_: classes)
+            words = page_now.panels("m")[0].words
+            assert words is not None
+            assert ">no requests</em>" in words(context, pd.DataFrame())
     for panel in page_now.panels("m"):
         data = panel.read(store, view)
         if len(data):
             assert panel.words is not None
             assert f">{says}</em>" in panel.words(context, data), panel.key
     assert ">✓ met</em>" in page_now.panels("m")[0].words(ui.Context(store, make_view("m", 900, end - 1500)), data)  # type: ignore[misc]
+
+
+def test_a_day_to_compare_with_stands_alone_where_the_range_has_no_request(tmp_path: Path) -> None:
+    """Yesterday's bars are drawn, and nothing is said of requests of now."""
+    end = 1.8e9
+    store = create(tmp_path / "store.db")
+    at = pd.to_datetime(end - 86400 - np.arange(0, 900, 15.0), unit="s", utc=True)
+    for q in (0.99, 0.5):
+        for name, labels in (
+            (queries.TAIL[q].name, {"state": "queued", "component": "forward_decode"}),
+            (queries.TAIL_LENGTHS[q].name, {"length_bucket": "0-2K"}),
+            (queries.TAIL_LENGTH_SHARES[q].name, {"length_bucket": "0-2K"}),
+        ):
+            store.append(name, pd.DataFrame({"time": at, "model": "m", **labels, "value": 2.0}))
+    context = ui.Context(store, make_view("m", 900, end), versus="yesterday")
+    lengths = page_p99._lengths(context, 0.99)
+    bars = page_p99._makeup(context, 0.99, "state", False, 100)
+    for content in (lengths, bars):
+        assert content.figure is not None
+        assert content.below == ""
+        assert set(content.data["requests"]) == {"slowest 1 %, yesterday"}  # type: ignore[index]

@@ -149,7 +149,7 @@ def test_chance_and_time_of_a_breach_agree(served: tuple[Samples, EmbeddedStore,
             if seconds is not None:
                 curve = np.interp(seconds, np.arange(7) * 600, [0, *chances])
                 assert curve == pytest.approx(share)
-    assert of(found, "kvscope_forecast_limit", signal="kv_usage", limit="kv_exhaustion") == 0.95
+    assert of(found, "kvscope_forecast_limit", **of_kv, limit="kv_exhaustion") == 0.95
 
 
 def test_time_to_a_breach_by_hand() -> None:
