@@ -28,7 +28,7 @@ def test_a_slow_request_leads_to_its_trace(
         target = server.url.removeprefix("http://")
         prometheus = live.start_prometheus(spawn, program, tmp_path, [target], address=address)
         live.wait_until_ready(prometheus.url)
-        body = {"model": "tiny", "prompt": "Why is it slow?", "max_tokens": 24, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": "Why is it slow?", "max_tokens": 200, "ignore_eos": True}
         caller = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
         HTTP.post(f"{server.url}/v1/completions", json=body, headers=caller).raise_for_status()
 

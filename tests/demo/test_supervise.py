@@ -39,7 +39,9 @@ def test_leaving_ends_children_and_grandchildren(tmp_path: Path) -> None:
         supervisor.start(Service("sleeper", (sys.executable, "-c", SLEEPER)))
         group = supervisor._children[0][1].pid
         wait_for(lambda: len(children_of(group)) == 2, 10, "child and grandchild")
-    assert children_of(group) == []
+    wait_for(
+        lambda: children_of(group) == [], 5, "both are gone"
+    )  # on a busy machine one that was killed takes its time
 
 
 def test_a_child_that_ends_by_itself_is_named_with_its_last_words(tmp_path: Path) -> None:
