@@ -45,6 +45,9 @@ REPEATED = {
     panel.title for board in ALL.values() for panel, row in _with_rows(board) if row is not None and row.repeat_for
 }
 NOTHING_LACKS = "What is not exported, and why?"
+#: Shown while the gaps between stalls vary little; a job stalls the engine here each 1.3 s.
+REGULAR_STALLS = "Does anything stop the engine at regular times?"
+IRREGULAR = "model_instance:kvscope_stall_gap_seconds:variation1h >= 0.3"
 NEEDS_CUDA = {"Do copies hide behind the steps?"}
 
 
@@ -138,6 +141,8 @@ def test_every_query_of_the_panel_is_answered_with_data(scraped: System, panel: 
         if panel.title == NOTHING_LACKS:  # kvscope's own engine feeds every panel
             assert not found
             continue
+        if panel.title == REGULAR_STALLS and not found and scraped.prometheus.get("query", query=IRREGULAR)["result"]:
+            pytest.skip("this busy machine stopped the engine at other times, too")
         assert found, query.expr
         for label in re.findall(r"\{\{\s*(\w+)\s*\}\}", query.legendFormat):
             # series of kvscope's own engine have no label engine
