@@ -83,8 +83,7 @@ def _week_panel(key: str, question: str, signal: Signal, unit: str = "", lines: 
     def words(context: Context, data: pd.DataFrame) -> str:
         assert context.earlier is not None
         before = queries.over_time(context.source, context.earlier, signal)
-        moved = before.assign(time=before["time"] + pd.Timedelta(seconds=context.view.start - context.earlier.start))
-        return week_words(data, moved, signal)
+        return week_words(data, before.assign(time=before["time"] + context.apart), signal)
 
     return Panel(
         key, question, unit, (signal,), lambda source, view: queries.over_time(source, view, signal),

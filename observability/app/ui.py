@@ -75,6 +75,12 @@ class Context:
         """The view that this one is compared with."""
         return self.view.earlier(VERSUS[self.versus]) if self.versus else None
 
+    @property
+    def apart(self) -> pd.Timedelta:
+        """How far the view that this one is compared with lies before it."""
+        assert self.earlier is not None
+        return pd.Timedelta(seconds=self.view.start - self.earlier.start)
+
     def frame(
         self, height: int, lines: Sequence[charts.Line] = (), earlier: charts.Earlier | None = None
     ) -> charts.Frame:
@@ -291,7 +297,7 @@ def card(context: Context, panel: Panel, height: int = 200) -> None:
         figure = panel.draw(data, context.frame(height, panel.lines, earlier))
         words = panel.words(context, data) if panel.words else ""
         if earlier is not None:
-            then = earlier.data.assign(time=earlier.data["time"] - _apart(context), day=earlier.when)
+            then = earlier.data.assign(time=earlier.data["time"] - context.apart, day=earlier.when)
             data = pd.concat([data.assign(day="shown"), then], ignore_index=True)
         return Content(words, figure, data=data)
 
@@ -303,13 +309,7 @@ def _earlier(context: Context, panel: Panel) -> charts.Earlier | None:
     if context.earlier is None or not panel.compared:
         return None
     data = panel.read(context.source, context.earlier)
-    return charts.Earlier(data.assign(time=data["time"] + _apart(context)), context.versus)
-
-
-def _apart(context: Context) -> pd.Timedelta:
-    """How far the day to compare with lies before the view."""
-    assert context.earlier is not None
-    return pd.Timedelta(seconds=context.view.start - context.earlier.start)
+    return charts.Earlier(data.assign(time=data["time"] + context.apart), context.versus)
 
 
 def text_card(
