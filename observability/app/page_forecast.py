@@ -85,7 +85,7 @@ def draw(context: Context) -> None:
             known[signal.name] = outlook.prospect(context.source, context.view, signal)
         return known[signal.name]
 
-    left, right = st.columns([2, 3])
+    left, right = st.columns([5, 6])
     with left:
         ui.text_card(
             context, "forecast-risks", "What may be missed within the hour, and when?", MODEL_TITLES[model], outlook.FORECAST_SIGNALS,
