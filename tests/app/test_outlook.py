@@ -259,8 +259,11 @@ def at(view: View, end: float) -> View:
     return replace(view, start=end - 3600, end=end)
 
 
-def hhmm(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).strftime("%H:%M")
+def hhmm(unix: float, end: float) -> str:
+    """The time of day of `unix`, with its date where a view that ends at `end` lies on another day (UTC)."""
+    then = datetime.fromtimestamp(unix, UTC)
+    same = unix // 86400 == end // 86400
+    return then.strftime("%H:%M") if same else f"{then.day} {then:%b %H:%M}"
 
 
 @pytest.mark.parametrize(
@@ -281,10 +284,12 @@ def test_chance_and_first_passage_of_a_limit_are_said(
     """The chance with the hour that it is of, which begins where the data end; the time from the end of the view on."""
     seen = by_name(source, view)["auto"]
     assert seen.origin is not None
+    then = at(view, seen.origin + age)
     for minutes in (10, 30, 60):
-        when = when.replace(f"{{{minutes}}}", hhmm(seen.origin + minutes * 60))
-    told = limits_line(replace(seen, breaches=(Breach("kv", 4.0, chances, chances),)), at(view, seen.origin + age))
-    assert f"<b>{chance}</b> between {hhmm(seen.origin)} and {hhmm(seen.origin + 3600)}, likely {when}</p>" in told
+        when = when.replace(f"{{{minutes}}}", hhmm(seen.origin + minutes * 60, then.end))
+    told = limits_line(replace(seen, breaches=(Breach("kv", 4.0, chances, chances),)), then)
+    hour = f"between {hhmm(seen.origin, then.end)} and {hhmm(seen.origin + 3600, then.end)}"
+    assert f"<b>{chance}</b> {hour}, likely {when}</p>" in told
     assert limits_line(replace(seen, breaches=(), refused="no data"), view) == ""
 
 
@@ -302,9 +307,10 @@ def test_a_forecast_whose_hour_is_over_tells_no_chance_but_since_when_there_is_n
     for each in room.values():
         assert each.reaches(over.end - 1)
         assert "in 0 min" in headline(each, at(view, over.end - 1))
-        assert limits_line(each, at(view, over.end - 1)).count(f"between {hhmm(origin)} and") == len(each.breaches)
+        hour = f"between {hhmm(origin, over.end - 1)} and"
+        assert limits_line(each, at(view, over.end - 1)).count(hour) == len(each.breaches)
         assert limits_line(each, over) == ""
-        said = f"No current forecast since {hhmm(over.end)}: not renewed, the newest has data to {hhmm(origin)}."
+        said = f"No current forecast since {hhmm(over.end, over.end)}: not renewed, the newest has data to {hhmm(origin, over.end)}."
         assert headline(each, over) == f'<p class="refused">{said}</p>'
     found = outlook.risks(list(room.values()), over.end)
     truth = [(signal, limit) for signal, limits in LIMITS.items() for limit in limits]
@@ -352,7 +358,7 @@ def test_a_refusal_is_told_as_of_its_time(source: EmbeddedStore, view: View) -> 
     refused = replace(seen, refused="no data.", signal=series.FORECAST_SIGNALS["kv_usage"])
     for age, said in (
         (600, "No forecast: no data."),
-        (7200, f"not tried again since {hhmm(seen.origin)}, then: no data."),
+        (7200, f"not tried again since {hhmm(seen.origin, seen.origin + 7200)}, then: no data."),
     ):
         then = at(view, seen.origin + age)
         assert said in headline(refused, then)
