@@ -14,7 +14,7 @@ FORECAST_JOB = f"{JOB}-forecast"
 
 VALUE = "model_signal_horizon_quantile:kvscope_forecast_value:max"
 BREACH = "model_signal_limit_horizon:kvscope_forecast_breach_probability:max"
-BREACH_TIME = "model_signal_limit_quantile:kvscope_forecast_time_to_breach_seconds:min"
+TIME_LEFT = "model_signal_limit_quantile:kvscope_forecast_time_left:seconds"
 SKILL = "model_signal_forecaster:kvscope_forecast_skill:max"
 COVERAGE = "model_signal_forecaster_band:kvscope_forecast_coverage:max"
 TARGETS = "model_signal_forecaster:kvscope_forecast_scored_targets:max"
@@ -40,7 +40,12 @@ def _by(op: str, family: c.Family, *labels: str) -> str:
 RECORDINGS: tuple[Recording, ...] = (
     Recording(VALUE, _by("max", c.FORECAST_VALUE, "model", "signal", "horizon", "quantile")),
     Recording(BREACH, _by("max", c.FORECAST_BREACH, "model", "signal", "limit", "horizon")),
-    Recording(BREACH_TIME, _by("min", c.FORECAST_BREACH_TIME, "model", "signal", "limit", "quantile")),
+    Recording(
+        TIME_LEFT,
+        # from now on, where the exporter tells it from what each forecast has seen
+        f"min by (model, signal, limit, quantile) (\n  clamp_min(\n    {c.FORECAST_BREACH_TIME.series}\n"
+        f"    + on (job, instance, model, signal) group_left () ({c.FORECAST_ORIGIN.series} - time()),\n    0\n  )\n)",
+    ),
     Recording(SKILL, _by("max", c.FORECAST_SKILL, "model", "signal", "forecaster")),
     Recording(COVERAGE, _by("max", c.FORECAST_COVERAGE, "model", "signal", "forecaster", "band")),
     Recording(TARGETS, _by("max", c.FORECAST_TARGETS, "model", "signal", "forecaster")),
@@ -65,7 +70,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="The KV pool is likely to run full within the hour.",
         description=(
             f"Two forecasts in a row give {{{{ $value | humanizePercentage }}}} for more than {o.KV_USAGE_CRITICAL * 100:g} % of the KV "
-            "blocks of {{ $labels.model }} being held at some time of the next hour."
+            "blocks of {{ $labels.model }} being held at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
         ),
         labels_kept=("model", "signal", "limit", "horizon"),
         area="forecasts",
@@ -86,7 +91,7 @@ ALERTS: tuple[Alert, ...] = (
         summary="Within the hour the free KV is likely to be too small for one more request.",
         description=(
             "Two forecasts in a row give {{ $value | humanizePercentage }} for the free KV of {{ $labels.model }} being too small for another "
-            "request of the present mean length at some time of the next hour."
+            "request of the present mean length at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
         ),
         labels_kept=("model", "signal", "limit", "horizon"),
         area="forecasts",

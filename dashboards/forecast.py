@@ -109,10 +109,10 @@ def likely() -> Section:
         **about(
             PREDICTED,
             "How soon is it passed, if it is?",
-            "Time from the newest observation within which each limit is passed with a probability of 10, 50 and 90 %. A missing bar means more "
-            "than an hour: the chance on the left does not reach that probability.",
+            "Time from now within which each limit is passed with a probability of 10, 50 and 90 %; 0: by now. A missing bar: the chance on the "
+            "left does not reach that probability.",
         ),
-        targets=[Query(expr=signal(f.BREACH_TIME), legendFormat="{{model}} {{limit}} {{quantile}}", instant=True)],
+        targets=[Query(expr=signal(f.TIME_LEFT), legendFormat="{{model}} {{limit}} {{quantile}}", instant=True)],
         timeFrom=_NOW,
         unit="s",
         min=0,

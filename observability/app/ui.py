@@ -73,7 +73,7 @@ class Context:
     @property
     def earlier(self) -> View | None:
         """The view that this one is compared with."""
-        return self.view.earlier(VERSUS[self.versus]) if self.versus else None
+        return self.view.days_before(VERSUS[self.versus]) if self.versus else None
 
     @property
     def apart(self) -> pd.Timedelta:

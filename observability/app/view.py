@@ -13,8 +13,8 @@ import pandas as pd
 #: Time ranges offered: name in the URL -> seconds.
 RANGES = {"15m": 900, "1h": 3600, "6h": 6 * 3600, "24h": 86400, "3d": 3 * 86400, "7d": 7 * 86400}
 DEFAULT_RANGE = "1h"
-#: What the shown time can be compared with: name in the URL -> seconds before.
-VERSUS = {"yesterday": 86400.0, "last week": 7 * 86400.0}
+#: What the shown time can be compared with: name in the URL -> days before, by the clocks of the view.
+VERSUS = {"yesterday": 1, "last week": 7}
 #: Seconds between points, by range: up to 3 days no event falls between the 5-minute windows of two points.
 STEPS = {900: 15, 3600: 15, 6 * 3600: 30, 86400: 120, 3 * 86400: 300, 7 * 86400: 600}
 #: Seconds between two refreshes: each step, at least and at most these.
@@ -42,6 +42,11 @@ class View:
     def earlier(self, seconds: float) -> View:
         """The same span and grid, so many seconds before."""
         return replace(self, start=self.start - seconds, end=self.end - seconds)
+
+    def days_before(self, days: int) -> View:
+        """The same span and grid with its end at the same time of day so many days before, by the clocks of `zone`."""
+        end = datetime.fromtimestamp(self.end, ZoneInfo(self.zone))
+        return self.earlier(self.end - (end - timedelta(days=days)).timestamp())
 
     @property
     def clock(self) -> tzinfo:

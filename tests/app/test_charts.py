@@ -12,7 +12,7 @@ import pytest
 from observability import catalog
 from observability.app import charts, settings
 from observability.app.marks import Mark
-from observability.app.view import View, moment
+from observability.app.view import VERSUS, View, moment
 
 VIEW = View("m", 1_700_000_000.0, 1_700_000_600.0, 60.0)
 
@@ -235,6 +235,27 @@ def test_slivers_of_a_make_up_are_drawn_and_not_in_the_legend() -> None:
     assert {name for name, bar in drawn.items() if bar.showlegend} == {"forward prefill", "forward decode"}
     assert sum(bar.x[0] for bar in drawn.values()) == pytest.approx(10.0)
     assert sum(bar.x[1] for bar in drawn.values()) == pytest.approx(4.01)
+
+
+@pytest.mark.parametrize(
+    ("zone", "end", "yesterday", "last_week"),
+    [
+        ("Europe/Berlin", "2027-03-28 14:00+02:00", "2027-03-27 14:00+01:00", "2027-03-21 14:00+01:00"),
+        ("Europe/Berlin", "2026-10-25 14:00+01:00", "2026-10-24 14:00+02:00", "2026-10-18 14:00+02:00"),
+        ("UTC", "2027-03-28 12:00+00:00", "2027-03-27 12:00+00:00", "2027-03-21 12:00+00:00"),
+        ("Australia/Lord_Howe", "2027-04-04 14:00+10:30", "2027-04-03 14:00+11:00", "2027-03-28 14:00+11:00"),
+    ],
+)
+def test_yesterday_and_last_week_are_the_same_time_by_the_clocks(
+    zone: str, end: str, yesterday: str, last_week: str
+) -> None:
+    """Where clocks changed between, a day is 23, 25 or 24.5 hours."""
+    at = pd.Timestamp(end).timestamp()
+    view = View("m", at - 3600, at, 15.0, zone)
+    for days, then in ((VERSUS["yesterday"], yesterday), (VERSUS["last week"], last_week)):
+        earlier = view.days_before(days)
+        assert earlier.end == pd.Timestamp(then).timestamp()
+        assert (earlier.seconds, earlier.step, earlier.zone) == (3600.0, 15.0, zone)
 
 
 def test_an_earlier_day_is_drawn_dotted_and_fits_the_axis() -> None:

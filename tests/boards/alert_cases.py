@@ -286,7 +286,7 @@ CASES: tuple[AlertCase, ...] = (
         ),
         labels={"severity": "warning", "model": "m", "signal": "kv_usage", "limit": "kv_exhaustion", "horizon": "60m"},
         description=(
-            "Two forecasts in a row give 75% for more than 95 % of the KV blocks of m being held at some time of the next hour."
+            "Two forecasts in a row give 75% for more than 95 % of the KV blocks of m being held at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
         ),
         settle=15, pending=10, fires=12, steady=14, recovers=12,
     ),
@@ -299,7 +299,7 @@ CASES: tuple[AlertCase, ...] = (
         labels={"severity": "warning", "model": "m", "signal": "kv_free_requests", "limit": "kv_room", "horizon": "60m"},
         description=(
             "Two forecasts in a row give 75% for the free KV of m being too small for another request of the present mean length at some "
-            "time of the next hour."
+            "time of the hour from the end of the forecast's data (up to 30 minutes ago)."
         ),
         settle=15, pending=10, fires=12, steady=14, recovers=12,
     ),
