@@ -42,6 +42,7 @@ from dashboards.shared import (
 from observability import catalog as c
 from observability import objectives as o
 from observability.objectives import LatencyObjective
+from observability.signals import tenant_share_name
 
 BUDGET = round(1 - o.TTFT.target, 9)
 
@@ -297,9 +298,7 @@ def split() -> Section:
         f"Share of first tokens later than {o.TTFT.threshold_seconds:g} s by tenant over 5 minutes. The red line is what the "
         "objective allows.",
         "percentunit",
-        query(
-            known(signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:error_ratio_rate5m")), "{{tenant}}"
-        ),
+        query(known(signal(tenant_share_name())), "{{tenant}}"),
         when_empty=NO_TENANTS,
         **limits((BUDGET, RED)),
     )

@@ -15,6 +15,7 @@ from typing import Literal
 from observability import catalog as c
 from observability.catalog import Family
 from observability.objectives import (
+    DEFAULT_THRESHOLDS,
     LATENCY_OBJECTIVES,
     OBJECTIVES,
     QUANTIZATION_BUDGET,
@@ -334,11 +335,20 @@ def events_name(objective: LatencyObjective, classes: tuple[str, ...]) -> str:
 
 
 def share_name(objective: LatencyObjective, classes: tuple[str, ...]) -> str:
-    """Name of the signal that is the share of these events over the objective's threshold. Another threshold is another signal, so that what
-    was recorded for one never passes for the other."""
-    general = next(x for x in LATENCY_OBJECTIVES if x.name == objective.name)
-    over = f"_over_{objective.threshold_seconds:g}s" if objective.threshold_seconds != general.threshold_seconds else ""
-    return f"model:{objective.family.name}{without(classes)}:error_ratio{re.sub(r'[^_a-z0-9]', '_', over)}_rate5m"
+    """Name of the signal that is the share of these events over the objective's threshold."""
+    return f"model:{objective.family.name}{without(classes)}:error_ratio{_over(objective)}_rate5m"
+
+
+def tenant_share_name() -> str:
+    """Name of the signal that is the share of each tenant's requests over the general threshold of the time to first token."""
+    return f"model_tenant:{c.TENANT_TTFT.name}:error_ratio{_over(TTFT)}_rate5m"
+
+
+def _over(objective: LatencyObjective) -> str:
+    """What the name of a share says of its threshold. Another threshold is another signal, so that what was recorded for one never passes for
+    the other."""
+    own = objective.threshold_seconds != DEFAULT_THRESHOLDS[objective.name]
+    return re.sub(r"[^_a-z0-9]", "_", f"_over_{objective.threshold_seconds:g}s") if own else ""
 
 
 def threshold_of(name: str) -> float | None:
@@ -559,7 +569,7 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model_tenant:kvscope_tenant_requests:rate5m", "Ended requests by tenant", "requests/s", _rate(c.TENANT_REQUESTS, *MT), MT),
     Signal("model_tenant:kvscope_tenant_tokens:rate5m", "Tokens per second by tenant", "tokens/s", _rate(c.TENANT_TOKENS, *MT), MT),
     Signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:p99_5m", "Time to first token p99 by tenant", "seconds", _quantile(c.TENANT_TTFT, 0.99, *MT), MT),
-    Signal("model_tenant:kvscope_tenant_time_to_first_token_seconds:error_ratio_rate5m", f"Share of time to first token over {TTFT.threshold_seconds:g} s by tenant", "ratio", OneMinus(Ratio(_tenant_in_time, _tenant_ttft, MT)), MT, UNIT),
+    Signal(tenant_share_name(), f"Share of time to first token over {TTFT.threshold_seconds:g} s by tenant", "ratio", OneMinus(Ratio(_tenant_in_time, _tenant_ttft, MT)), MT, UNIT),
     Signal("model_kind:kvscope_kv_bytes:sum", "KV memory: reserved, resident, active", "bytes", _sum(Gauge(c.KV_BYTES), "model", "kind"), ("model", "kind")),
     *_makeup_signals(),
     Signal("model:kvscope_kv_hit:ratio_rate5m", "KV hit rate", "ratio", Ratio(_rate(c.KV_HIT_TOKENS, "model"), _rate(c.KV_QUERIED_TOKENS, "model"), M), M, UNIT),

@@ -54,9 +54,9 @@ def general(ended: list[Ended], tmp_path_factory: pytest.TempPathFactory) -> Emb
     return counted.record(tmp_path_factory.mktemp("general") / "store.db", ended)
 
 
-def under_own(folder: Path, code: tuple[str, ...]) -> str:
-    """What a process of its own prints: objectives are read once."""
-    (folder / "objectives.toml").write_text(OWN)
+def under_own(folder: Path, code: tuple[str, ...], text: str = OWN) -> str:
+    """What a process of its own prints under the objectives of `text`: they are read once."""
+    (folder / "objectives.toml").write_text(text)
     environment = {
         **os.environ,
         objectives.ENVIRONMENT: str(folder / "objectives.toml"),
@@ -141,12 +141,19 @@ def test_the_general_objective_leaves_out_the_classes_that_have_their_own(
     assert other["kept"]["e2e"][1] == "missed"
 
 
-def test_what_was_recorded_for_another_threshold_is_no_judgement(tmp_path: Path, general: EmbeddedStore) -> None:
+#: The general objective of everybody changed.
+CHANGED = '[[objective]]\nname = "e2e"\nthreshold_seconds = 40.0\ntarget = 0.95\n'
+
+
+@pytest.mark.parametrize("text", [OWN, CHANGED])
+def test_what_was_recorded_for_another_threshold_is_no_judgement(
+    tmp_path: Path, general: EmbeddedStore, text: str
+) -> None:
     store = create(tmp_path / "old.db")
     for signal in queries.SIGNALS:
         if signal.name.startswith(f"model:{LATENCY_OBJECTIVES[2].family.name}:"):
             store.append(signal.name, general.range(signal.name, START, END, 15.0))
-    found = json.loads(under_own(tmp_path, ("-m", "tests.app.counted", str(tmp_path / "old.db"))))["own"]
+    found = json.loads(under_own(tmp_path, ("-m", "tests.app.counted", str(tmp_path / "old.db")), text))["own"]
     assert found["kept"]["e2e"] == [None, "unknown"]
     assert found["left"][2] is None
     assert ">not recorded</em><span>– over 40 s" in found["words"]["objective-e2e"]
