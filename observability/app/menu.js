@@ -22,13 +22,15 @@ const put = () => {
 const opened = (menu, byKeys) => {
   asked = "";
   const { ariaLabel } = Object.assign(button() ?? {}, { ariaExpanded: "true" });
-  Object.assign(menu, { ariaLabel, tabIndex: -1 });
+  Object.assign(menu, { ariaLabel, tabIndex: -1, id: "card-menu" });
+  button()?.setAttribute("aria-controls", menu.id);
   if (byKeys && document.activeElement === button()) menu.focus();
 };
 
 const closed = () => {
   clearInterval(watch);
-  for (const each of document.querySelectorAll("button.menu[aria-expanded]")) each.removeAttribute("aria-expanded");
+  for (const each of document.querySelectorAll("button.menu[aria-expanded]"))
+    for (const name of ["aria-expanded", "aria-controls"]) each.removeAttribute(name);
   if (document.activeElement === document.body) button()?.focus({ preventScroll: true });
 };
 

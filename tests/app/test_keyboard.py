@@ -36,6 +36,10 @@ return focused !== without;
 
 
 CONTROLS = "a, button, input, select, textarea, [role=button], [role=radio], [role=spinbutton], [role=combobox]"
+#: What the expanded button of a card says that it controls: the first download in there.
+CONTROLLED = """return [...document.querySelectorAll('button.menu[aria-expanded="true"]')].map(
+    button => document.getElementById(button.getAttribute("aria-controls")).querySelector('[data-testid="stDownloadButton"] button').innerText.trim()
+)"""
 #: The button of the menu of the card on KV use, as `focus` tells it.
 KV_USAGE = "card-kv-usage", "Query, data, picture: Is the KV pool full?"
 IN_MENU = "return document.activeElement.matches('[data-testid=stPopoverBody]')"
@@ -111,6 +115,7 @@ def test_a_range_is_chosen_and_a_menu_opened_and_closed_by_keys(page: Browser, a
     press(page, Keys.ENTER)
     wait_for(lambda: "recorded as" in page.text(), 30, "the menu opens")
     wait_for(lambda: page.driver.execute_script(IN_MENU), 10, "the menu has the focus")
+    assert page.driver.execute_script(CONTROLLED) == ["Download CSV"]
     for _ in range(20):
         press(page, Keys.TAB)
         if focus(page)[1] == "Download CSV":
@@ -119,6 +124,7 @@ def test_a_range_is_chosen_and_a_menu_opened_and_closed_by_keys(page: Browser, a
     press(page, Keys.ESCAPE)
     wait_for(lambda: "recorded as" not in page.text(), 30, "the menu closes")
     wait_for(lambda: focus(page) == KV_USAGE, 10, "its button has the focus again")
+    assert page.driver.execute_script(CONTROLLED) == []
     press(page, Keys.SPACE)
     wait_for(lambda: "recorded as" in page.text(), 30, "the menu opens once more")
     put_focus(page, "document.querySelector('.st-key-card-kv-usage button.menu')")
