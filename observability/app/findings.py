@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from observability import catalog
-from observability.app.queries import Makeup
+from observability.app.p99 import Makeup
 from observability.app.units import percent, quantity
 from observability.objectives import KV_USAGE_WARNING
 

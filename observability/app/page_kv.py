@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import streamlit as st
 
 from observability import catalog
-from observability.app import charts, queries, ui
+from observability.app import charts, kv, queries, ui
 from observability.app.ui import Context, Panel
-from observability.app.view import View
-from observability.signals import BY_NAME
-from observability.store.source import SeriesSource
-
-REUSE_SIGNALS = {
-    name: BY_NAME[f"model_pool:kvscope_kv_{part}_seconds:p50_5m"]
-    for name, part in (("reused after", "reuse_gap"), ("evicted after", "idle_before_eviction"))
-}
-REGRET_SHARE = BY_NAME["model_window:kvscope_kv_regret:ratio_rate5m"]
-PREFETCHED = BY_NAME["model_outcome:kvscope_kv_prefetch_blocks:rate5m"]
-MOVED = BY_NAME["model_reason:kvscope_kv_moved_blocks:rate5m"]
-
-
-def _exact_pool(source: SeriesSource, view: View) -> pd.DataFrame:
-    """Idle times of the device's exact pool."""
-    read = {name: queries.over_time(source, view, signal) for name, signal in REUSE_SIGNALS.items()}
-    told = [frame[frame["pool"] == "exact"].assign(series=name) for name, frame in read.items()]
-    return pd.concat(told, ignore_index=True)[["time", "series", "value"]]
-
 
 HITS = Panel(
     "hits", "How much of a prompt is reused?", "% of tokens",
-    (queries.HIT, queries.QUERIED, queries.HITTABLE),
-    queries.hits_by_length,
+    (kv.HIT, kv.QUERIED, kv.HITTABLE),
+    kv.hits_by_length,
     lambda data, frame: charts.hit_bars(data, frame.height),
     note="By prompt length. Hits as a share of the prompt tokens looked up, and of those that a perfect cache could have served (whole "
     "blocks, one token left to compute). Under each length: the tokens looked up in the range. Each request counts once.",
 )  # fmt: skip
 HITS_OVER_TIME = Panel(
-    "hits-over-time", "When did the hit rate change?", "% of queried tokens", (queries.HIT_RATE_BY_LENGTH,),
-    lambda source, view: queries.over_time(source, view, queries.HIT_RATE_BY_LENGTH).rename(columns={"length_bucket": "series"}),
+    "hits-over-time", "When did the hit rate change?", "% of queried tokens", (kv.HIT_RATE_BY_LENGTH,),
+    lambda source, view: queries.over_time(source, view, kv.HIT_RATE_BY_LENGTH).rename(columns={"length_bucket": "series"}),
     lambda data, frame: charts.lines(data, "ratio", frame, bounded=True, order=catalog.LENGTH_BUCKETS),
     note="By prompt length in tokens.", compared=True,
 )  # fmt: skip
 OCCUPANCY_ORDER = ("active", "evictable", "free", catalog.ALLOCATABLE)
 OCCUPANCY = Panel(
-    "occupancy", "What fills the pool?", "blocks", (queries.BLOCKS,),
-    lambda source, view: queries.over_time(source, view, queries.BLOCKS).rename(columns={"state": "series"}),
+    "occupancy", "What fills the pool?", "blocks", (kv.BLOCKS,),
+    lambda source, view: queries.over_time(source, view, kv.BLOCKS).rename(columns={"state": "series"}),
     lambda data, frame: charts.stacked(data, "blocks", frame, order=OCCUPANCY_ORDER),
     note="active: held by a request. evictable: cached, in use by nobody, given up when space is needed. free: empty. allocatable: one of both, of "
     "an engine that does not tell them apart. Together they are the capacity.",
 )  # fmt: skip
 LAYOUTS = Panel(
-    "layouts", "Which layouts do running requests use?", "blocks", (queries.LAYOUTS,),
-    lambda source, view: queries.over_time(source, view, queries.LAYOUTS).rename(columns={"layout": "series"}),
+    "layouts", "Which layouts do running requests use?", "blocks", (kv.LAYOUTS,),
+    lambda source, view: queries.over_time(source, view, kv.LAYOUTS).rename(columns={"layout": "series"}),
     lambda data, frame: charts.stacked(data, "blocks", frame, order=catalog.LAYOUTS),
     compared=True, note="Block table entries; a block that requests share counts once a request.",
 )  # fmt: skip
@@ -70,53 +50,53 @@ EVICTIONS = Panel(
     compared=True, note="Cached blocks whose content was given up for another use.",
 )  # fmt: skip
 FREE_RUNS = Panel(
-    "free-runs", "How long are the free runs now?", "runs", (queries.FREE_RUNS,),
-    queries.free_run_lengths,
+    "free-runs", "How long are the free runs now?", "runs", (kv.FREE_RUNS,),
+    kv.free_run_lengths,
     lambda data, frame: charts.run_bars(data, frame.height),
     note="A contiguous layout needs a run of adjacent blocks that are free or evictable.",
 )  # fmt: skip
 SURVIVAL = Panel(
-    "survival", "How long does cached content live?", "% alive after …", (BY_NAME["model_pool_le:kvscope_kv_block_survival:ratio_rate5m"],),
-    queries.survival_now,
+    "survival", "How long does cached content live?", "% alive after …", (kv.SURVIVAL,),
+    kv.survival_now,
     lambda data, frame: charts.survival(data, frame.height),
     note="Share of cached blocks that live longer than an age, by pool, over the last 5 minutes of the range. Blocks that still live count as "
     "exposed, so there is no bias towards short lives.",
 )  # fmt: skip
 REUSE = Panel(
-    "reuse", "Is content kept until it is used again?", "median", tuple(REUSE_SIGNALS.values()),
-    _exact_pool,
+    "reuse", "Is content kept until it is used again?", "median", tuple(kv.IDLE_TIMES.values()),
+    kv.idle_times,
     lambda data, frame: charts.lines(data, "seconds", frame), compared=True,
     note="Of the device's exact pool: idle time before a reuse against idle time before an eviction. Evicted sooner than reused: the cache is too small for its prefixes.",
 )  # fmt: skip
 REGRET = Panel(
-    "regret", "What was evicted and then asked for?", "% of tokens", (REGRET_SHARE,),
-    lambda source, view: queries.named_by(source, view, REGRET_SHARE, "window"),
+    "regret", "What was evicted and then asked for?", "% of tokens", (kv.REGRET,),
+    lambda source, view: queries.named_by(source, view, kv.REGRET, "window"),
     lambda data, frame: charts.lines(data, "ratio", frame, order=tuple(catalog.REGRET_WINDOWS)), compared=True,
     note="Prompt tokens that were not hit because their block was evicted within the window before; what a larger cache could have served.",
 )  # fmt: skip
 PREFETCH = Panel(
-    "prefetch", "Does prefetch bring back what is used?", "blocks/s", (PREFETCHED,),
-    lambda source, view: queries.named_by(source, view, PREFETCHED, "outcome"),
+    "prefetch", "Does prefetch bring back what is used?", "blocks/s", (kv.PREFETCHED,),
+    lambda source, view: queries.named_by(source, view, kv.PREFETCHED, "outcome"),
     lambda data, frame: charts.lines(data, "blocks/s", frame, order=("issued", "useful", "late", "wasted")), compared=True,
     note="Blocks brought back from the host ahead of their use: issued, and of these useful (hit once there), late (hit on their way) and wasted "
     "(evicted unused).",
 )  # fmt: skip
 MOVES = Panel(
-    "moves", "Why are blocks moved?", "blocks/s", (MOVED,),
-    lambda source, view: queries.named_by(source, view, MOVED, "reason"),
+    "moves", "Why are blocks moved?", "blocks/s", (kv.MOVED,),
+    lambda source, view: queries.named_by(source, view, kv.MOVED, "reason"),
     lambda data, frame: charts.lines(data, "blocks/s", frame), compared=True,
     note="Blocks moved or rewritten: compaction, compress (quantized), offload and load (host tier), swap out and in.",
 )  # fmt: skip
 REGIONS = {
     "occupancy": Panel(
-        "regions", "Where in the pool are the active blocks?", "% of a region", (queries.REGION_USAGE,),
-        lambda source, view: queries.over_time(source, view, queries.REGION_USAGE),
+        "regions", "Where in the pool are the active blocks?", "% of a region", (kv.REGION_USAGE,),
+        lambda source, view: queries.over_time(source, view, kv.REGION_USAGE),
         lambda data, frame: charts.heatmap(data, frame, title="active"),
         note="32 equal address regions over time.",
     ),
     "fragmentation": Panel(
-        "regions", "Where in the pool is free space broken up?", "external fragmentation, %", (queries.REGION_FRAGMENTATION,),
-        lambda source, view: queries.over_time(source, view, queries.REGION_FRAGMENTATION),
+        "regions", "Where in the pool is free space broken up?", "external fragmentation, %", (kv.REGION_FRAGMENTATION,),
+        lambda source, view: queries.over_time(source, view, kv.REGION_FRAGMENTATION),
         lambda data, frame: charts.heatmap(data, frame, title="external fragmentation"),
         note="32 equal address regions over time. 0 %: all allocatable blocks of a region are adjacent. An empty cell: the region "
         "has no allocatable block, or nothing was recorded.",

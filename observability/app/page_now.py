@@ -11,6 +11,7 @@ import streamlit as st
 
 from observability import catalog
 from observability.app import budget, charts, findings, queries, ui
+from observability.app.p99 import TAIL, kv_usage_of, makeup_now
 from observability.app.queries import Change
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
@@ -198,7 +199,7 @@ def draw(context: Context) -> None:
     with right:
         ui.text_card(
             context, "slowest", "Where do the slowest 1 % spend their time?", "mean of the last 5 min",
-            [queries.TAIL[0.99], queries.TAIL[0.5], queries.KV_USAGE], _slowest,
+            [TAIL[0.99], TAIL[0.5], queries.KV_USAGE], _slowest,
         )  # fmt: skip
 
 
@@ -245,11 +246,11 @@ def in_words(change: Change) -> str:
 
 def _slowest(context: Context) -> Content:
     source, view = context.source, context.view
-    slow = queries.makeup_now(source, view, 0.99)
+    slow = makeup_now(source, view, 0.99)
     if slow is None:
-        return Content(absent=ui.why_absent(context, [queries.TAIL[0.99]]))
-    usage = queries.kv_usage_of(source, view, slow)
-    finding = findings.explain(slow, queries.makeup_now(source, view, 0.5), usage)
+        return Content(absent=ui.why_absent(context, [TAIL[0.99]]))
+    usage = kv_usage_of(source, view, slow)
+    finding = findings.explain(slow, makeup_now(source, view, 0.5), usage)
     if finding is None:
         return Content(absent="The slowest requests took no measurable time.")
     return Content(ui.of_when(slow.time, view) + ui.finding_html(finding, actions=2), data=slow.rows())

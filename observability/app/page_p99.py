@@ -11,8 +11,8 @@ import pandas as pd
 import streamlit as st
 
 from observability import catalog
-from observability.app import charts, findings, queries, traces, ui
-from observability.app.queries import By, Makeup
+from observability.app import charts, findings, p99, queries, traces, ui
+from observability.app.p99 import By, Makeup
 from observability.app.settings import TRACE_URL_VARIABLE
 from observability.app.ui import Content, Context, Panel
 from observability.app.units import quantity, setting
@@ -37,8 +37,8 @@ def makeup_panel(q: float, by: By) -> Panel:
     """Make-up over time of the slowest requests by state or component."""
     what = "state" if by == "state" else "engine's step"
     return Panel(
-        f"makeup-{by}", f"Where did the {slowest(q)} spend their time, by {what}?", "mean", (queries.TAIL[q],),
-        lambda source, view: queries.makeup_over_time(source, view, q, by),
+        f"makeup-{by}", f"Where did the {slowest(q)} spend their time, by {what}?", "mean", (p99.TAIL[q],),
+        lambda source, view: p99.makeup_over_time(source, view, q, by),
         lambda data, frame: charts.stacked(data, "seconds", frame, order=ORDERS[by]),
         note="Mean of the slowest requests of the last five minutes. The parts add up to their latency.", compared=True,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def quantile_panel(objective: LatencyObjective) -> Panel:
     return Panel(
         f"quantiles-{objective.name}", f"How slow is {objective.title.lower()}?", "",
         tuple(queries.quantile_signal(objective, q) for q in (0.5, 0.9, 0.99)),
-        lambda source, view: queries.latency_quantiles(source, view, objective),
+        lambda source, view: p99.latency_quantiles(source, view, objective),
         lambda data, frame: charts.lines(data, "seconds", frame),
         lines=(charts.Line(objective.threshold_seconds, limit),),
         note=f"Objective: {setting(objective.target, 'ratio')} at or under {limit}. Quantiles over five minutes, interpolated in their bucket.", compared=True,
@@ -69,7 +69,7 @@ def draw(context: Context) -> None:
             format_func=WINDOWS.__getitem__,
         )  # fmt: skip
     q, whole = QUANTILES[chosen or "P99"], window == "range"
-    signals = [queries.TAIL[q], queries.TAIL[0.5]]
+    signals = [p99.TAIL[q], p99.TAIL[0.5]]
     finding, bars = st.columns([5, 6])
     more = 0 if context.earlier is None else ROW_HEIGHT
     unit = f"mean seconds a request, {WINDOWS[window or '5m']}"
@@ -91,7 +91,7 @@ def draw(context: Context) -> None:
     with lengths:
         ui.text_card(
             context, "makeup-length", "… and by prompt length?", "mean seconds a request, newest 5 min",
-            [queries.TAIL_LENGTHS[q], queries.TAIL_LENGTHS[0.5]], lambda c: _lengths(c, q), height=140,
+            [p99.TAIL_LENGTHS[q], p99.TAIL_LENGTHS[0.5]], lambda c: _lengths(c, q), height=140,
             note="Seconds of the mean slow request by the prompt length of those that took them; adds up to the same latency. Under it: which share of "
             "the slow requests each length is.",
         )  # fmt: skip
@@ -109,15 +109,15 @@ def draw(context: Context) -> None:
 
 
 def _read(context: Context, view: View, q: float, whole: bool) -> Makeup | None:
-    return (queries.makeup_of_range if whole else queries.makeup_now)(context.source, view, q)
+    return (p99.makeup_of_range if whole else p99.makeup_now)(context.source, view, q)
 
 
 def _finding(context: Context, q: float, whole: bool) -> Content:
     source, view = context.source, context.view
     slow = _read(context, view, q, whole)
     if slow is None:
-        return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
-    usage = queries.kv_usage_of(source, view, None if whole else slow)
+        return Content(absent=ui.why_absent(context, [p99.TAIL[q]]))
+    usage = p99.kv_usage_of(source, view, None if whole else slow)
     finding = findings.explain(slow, _read(context, view, 0.5, whole), usage)
     if finding is None:
         return Content(absent="The slowest requests took no measurable time.")
@@ -134,7 +134,7 @@ def _makeup(context: Context, q: float, by: str, whole: bool, height: int) -> Co
         made[f"{slowest(q)}, {context.versus}"] = _read(context, context.earlier, q, whole)
     found = {name: makeup for name, makeup in made.items() if makeup is not None}
     if not found:
-        return Content(absent=ui.why_absent(context, [queries.TAIL[q]]))
+        return Content(absent=ui.why_absent(context, [p99.TAIL[q]]))
     rows = {name: makeup.matrix.sum(axis=1 if by == "state" else 0) for name, makeup in found.items()}
     data = pd.concat([makeup.rows().assign(requests=name) for name, makeup in found.items()])
     now = _read(context, context.view, q, whole)
@@ -146,14 +146,14 @@ def _lengths(context: Context, q: float) -> Content:
     views = {slowest(each): (context.view, each) for each in dict.fromkeys((q, 0.5))}
     if context.earlier is not None:
         views[f"{slowest(q)}, {context.versus}"] = (context.earlier, q)
-    rows = {name: queries.lengths_now(context.source, view, each) for name, (view, each) in views.items()}
+    rows = {name: p99.lengths_now(context.source, view, each) for name, (view, each) in views.items()}
     rows = {name: parts for name, parts in rows.items() if len(parts)}
     if not rows:
-        return Content(absent=ui.why_absent(context, [queries.TAIL_LENGTHS[q]]))
-    shares, below = queries.length_shares_now(context.source, context.view, q), ""
+        return Content(absent=ui.why_absent(context, [p99.TAIL_LENGTHS[q]]))
+    shares, below = p99.length_shares_now(context.source, context.view, q), ""
     if len(shares):
         told = ", ".join(f"{quantity(share, 'ratio')} are {bucket}" for bucket, share in shares.items())
-        when = queries.over_time(context.source, context.view, queries.TAIL_LENGTH_SHARES[q])["time"].max()
+        when = queries.over_time(context.source, context.view, p99.TAIL_LENGTH_SHARES[q])["time"].max()
         below = f'<p class="limits">Of the {slowest(q)}: {told}</p>{ui.of_when(when, context.view)}'
     data = pd.concat([parts.rename("value").reset_index().assign(requests=name) for name, parts in rows.items()])
     return Content(figure=charts.makeup_bars(rows, 120), below=below, data=data)

@@ -32,8 +32,9 @@ from observability.app.charts import Drawing
 from observability.app.findings import Finding
 from observability.app.happened import happened
 from observability.app.marks import Mark
+from observability.app.p99 import TAIL, Makeup, kv_usage_of, makeup_now
 from observability.app.page_now import changes_table
-from observability.app.queries import Change, Makeup
+from observability.app.queries import Change
 from observability.app.ui import Context, Panel
 from observability.app.units import quantity, setting
 from observability.app.view import View, moment, unix_seconds
@@ -125,7 +126,7 @@ def make_report(source: SeriesSource, view: View) -> Report:
     slow = worst_makeup(source, view)
     usage = None
     if slow is not None:
-        usage = queries.kv_usage_of(source, view, slow)
+        usage = kv_usage_of(source, view, slow)
     return Report(
         source=source.describe(), view=view, simulated=queries.simulated_share(simulated, view),
         objectives=tuple(kept(source, view, each) for each in queries.held_latencies(view.model)),
@@ -153,7 +154,7 @@ def kept(source: SeriesSource, view: View, objective: LatencyObjective) -> Kept:
 
 def worst_makeup(source: SeriesSource, view: View) -> Makeup | None:
     """The make-up of the slowest 1 % at the moment of the view at which they took longest."""
-    frame = queries.over_time(source, view, queries.TAIL[0.99])
+    frame = queries.over_time(source, view, TAIL[0.99])
     if frame.empty:
         return None
     total = frame.groupby("time")["value"].sum()
@@ -161,7 +162,7 @@ def worst_makeup(source: SeriesSource, view: View) -> Makeup | None:
 
 
 def _makeup_at(source: SeriesSource, view: View, q: float, time: pd.Timestamp) -> Makeup | None:
-    return queries.makeup_now(source, replace(view, end=time.timestamp()), q)
+    return makeup_now(source, replace(view, end=time.timestamp()), q)
 
 
 def _drawn(context: Context, panel: Panel) -> Drawn:

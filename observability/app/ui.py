@@ -17,7 +17,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from exporters.adapters.capability import Capability
-from observability.app import charts, files, queries, settings
+from observability.app import absence, charts, files, queries, settings
 from observability.app.findings import Finding
 from observability.app.marks import Mark
 from observability.app.queries import Freshness
@@ -66,7 +66,7 @@ class Context:
     marks: Sequence[Mark] = ()
     versus: str = ""
     #: What the engine cannot feed, by view: read once for all cards.
-    told: dict[View, queries.Told] = field(default_factory=dict, compare=False, repr=False)
+    told: dict[View, absence.Told] = field(default_factory=dict, compare=False, repr=False)
     #: What the menu says of each card that was drawn, by its key.
     cards: dict[str, Card] = field(default_factory=dict, compare=False, repr=False)
 
@@ -327,16 +327,16 @@ def why_absent(context: Context, signals: Sequence[Signal]) -> str:
         return f"Nothing since {moment(since, context.view.zone):%-d %b %H:%M}: what it was then is history."
     mostly = queries.simulated_share(context.simulated, context.view) >= _MOSTLY_SIMULATED
     names = [s.name for s in signals]
-    return queries.why_absent(names, mostly, _told(context, names))
+    return absence.why_absent(names, mostly, _told(context, names))
 
 
 def _told(context: Context, names: Sequence[str]) -> dict[str, Capability]:
     if context.view not in context.told:
         try:
-            context.told[context.view] = queries.told(context.source, context.view)
+            context.told[context.view] = absence.told(context.source, context.view)
         except KvscopeError:  # the card tells its own failure
             return {}
-    return queries.capabilities(context.told[context.view], names)
+    return absence.capabilities(context.told[context.view], names)
 
 
 def _in_part(context: Context, signals: Sequence[Signal]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from observability.app.view import View
 from observability.store.embedded import EmbeddedStore, create
 from tests.app import synthetic
 from tests.app.browser import Browser
@@ -47,6 +48,12 @@ def store_path(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, pd.Data
 @pytest.fixture(scope="session")
 def source(store_path: Path) -> EmbeddedStore:
     return EmbeddedStore(store_path)
+
+
+@pytest.fixture(scope="session")
+def view(end: float) -> View:
+    """The newest hour in the store."""
+    return View(synthetic.MODEL, end - 3600, end, 60.0)
 
 
 Start = Callable[..., str]

@@ -9,6 +9,7 @@ import pandas as pd
 
 from observability import catalog
 from observability.app.outlook import FORECAST_SIGNALS
+from observability.app.view import View
 from observability.signals import SIGNALS, Signal
 from observability.store.forecasts import HORIZON_STEPS, LEVELS, MODELS, Breach, Forecast
 
@@ -224,3 +225,20 @@ def breach(name: str, limit: float, quantiles: np.ndarray) -> Breach:
     above = [1 - np.interp(limit, row, LEVELS, left=0, right=1) for row in quantiles]
     passed = tuple(map(float, np.maximum.accumulate(above)))
     return Breach(name, limit, passed, passed)
+
+
+def written(rows: dict[str, pd.DataFrame], signal: Signal, view: View) -> list[dict[str, object]]:
+    """The rows of `signal` inside the view, as dictionaries with a Unix `time`."""
+    frame = rows[signal.name]
+    seconds = (
+        frame["time"].astype("int64") / 1e9
+        if frame["time"].dtype == "int64"
+        else frame["time"].map(pd.Timestamp.timestamp)
+    )
+    inside = frame[(seconds >= view.start) & (seconds <= view.end)].assign(time=seconds)
+    return inside.to_dict("records")  # type: ignore[return-value]
+
+
+def once(view: View) -> list[float]:
+    """Moments five minutes apart from the end back: rates over five minutes there count each event once."""
+    return [view.end - 300 * k for k in range(int(view.seconds / 300))]

@@ -10,8 +10,8 @@ import pytest
 from observability import catalog
 from observability.app import findings
 from observability.app.findings import RULES, explain
+from observability.app.p99 import Makeup
 from observability.app.pages import PAGES
-from observability.app.queries import Makeup
 
 TIME = pd.Timestamp("2026-11-29T03:12:00Z")
 

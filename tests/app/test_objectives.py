@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 
 from observability import objectives
-from observability.app import queries, report
+from observability.app import report
 from observability.objectives import LATENCY_OBJECTIVES
+from observability.signals import SIGNALS
 from observability.store.embedded import EmbeddedStore, create
 from tests.app import counted
 from tests.app.counted import END, START, Ended
@@ -150,7 +151,7 @@ def test_what_was_recorded_for_another_threshold_is_no_judgement(
     tmp_path: Path, general: EmbeddedStore, text: str
 ) -> None:
     store = create(tmp_path / "old.db")
-    for signal in queries.SIGNALS:
+    for signal in SIGNALS:
         if signal.name.startswith(f"model:{LATENCY_OBJECTIVES[2].family.name}:"):
             store.append(signal.name, general.range(signal.name, START, END, 15.0))
     found = json.loads(under_own(tmp_path, ("-m", "tests.app.counted", str(tmp_path / "old.db")), text))["own"]

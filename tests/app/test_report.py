@@ -16,6 +16,8 @@ import pandas as pd
 import pytest
 
 from observability.app import queries, report
+from observability.app.kv import BLOCKS
+from observability.app.p99 import TAIL
 from observability.app.settings import SOURCE_VARIABLE
 from observability.cli.report import parse_start, parse_time
 from observability.cli.report import report as write_report
@@ -59,7 +61,7 @@ def test_objectives_are_judged_over_the_whole_span_each_event_once(
 def test_the_finding_is_about_the_moment_at_which_the_slowest_took_longest(
     made: report.Report, rows: dict[str, pd.DataFrame]
 ) -> None:
-    frame = rows[queries.TAIL[0.99].name]
+    frame = rows[TAIL[0.99].name]
     inside = frame[frame["time"].map(lambda t: made.view.start <= t.timestamp() <= made.view.end)]
     total = inside.groupby("time")["value"].sum()
     assert made.finding_at is not None
@@ -117,7 +119,7 @@ def test_the_command_writes_a_file_and_a_pdf_and_says_the_same_as_json(
 def test_labels_that_are_markup_stay_text(tmp_path: Path, rows: dict[str, pd.DataFrame], end: float) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
     store = create(tmp_path / "evil.db")
-    for name in (queries.REQUESTS.name, queries.OUTCOMES.name, queries.TAIL[0.99].name, queries.BLOCKS.name):
+    for name in (queries.REQUESTS.name, queries.OUTCOMES.name, TAIL[0.99].name, BLOCKS.name):
         store.append(name, rows[name].assign(model=evil))
     html = report.as_html(report.make_report(store, report.span_view(evil, end - 3600, end)))
     assert "alert(1)" in html

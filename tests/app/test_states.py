@@ -11,7 +11,7 @@ import pytest
 
 from exporters.adapters.vllm_plugin import CAPABILITIES
 from exporters.vllm.capabilities import families
-from observability.app import queries
+from observability.app import absence, queries
 from observability.app.pages import PAGES
 from observability.signals import BY_NAME, SIGNALS
 from observability.store.embedded import create
@@ -137,16 +137,16 @@ def foreign(
     """An app on what the vLLM plug-in would have fed, as it says itself."""
     store = create(path := tmp_path_factory.mktemp("foreign") / "store.db")
     for name, frame in rows.items():
-        if CAPABILITIES[name].status != "no" and name != queries.TOLD.name:
+        if CAPABILITIES[name].status != "no" and name != absence.TOLD.name:
             store.append(name, frame)
     told = families(prefix_cache=True, frontend=True)
     times = pd.to_datetime(np.arange(end - 3600, end + 1, 60.0), unit="s", utc=True)
     store.append(
-        queries.TOLD.name,
+        absence.TOLD.name,
         pd.DataFrame(
             [(t, synthetic.MODEL, "vllm_plugin", name, status, reason, 1.0)
              for t in times for name, (status, reason) in told.items()],
-            columns=["time", *queries.TOLD.by, "value"],
+            columns=["time", *absence.TOLD.by, "value"],
         ),
     )  # fmt: skip
     return start_app(path)
