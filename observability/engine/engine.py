@@ -216,7 +216,7 @@ class Engine:
             self.scheduler.wait_for_load()
             self.telemetry.mechanisms.moved(LOAD, 0, self.telemetry.lap(_KV_MOVE) - began)
         if self.controller is not None and self.telemetry.last >= self.controller.next_look:
-            self.controller.look(self.telemetry.last, self.kv.utilization, self.scheduler.in_line())
+            self.controller.look(self.telemetry.last, self.kv.device.utilization, self.scheduler.in_line())
         self._publish_if_due()
         return True
 
@@ -363,7 +363,7 @@ class Engine:
             self.telemetry.lap(_IDLE)
             self.telemetry.begin_step()  # an arrival from here on falls into idle time
             if self.controller is not None and self.telemetry.last >= self.controller.next_look:
-                self.controller.look(self.telemetry.last, self.kv.utilization, ())  # silence lets limits go, too
+                self.controller.look(self.telemetry.last, self.kv.device.utilization, ())  # silence lets limits go, too
             self._publish_if_due()
         else:
             if not self._ticking:

@@ -67,7 +67,7 @@ class Scheduler:
         self._passed_over: dict[Request, int] = {}  # by request in prefill, steps in a row without a token computed
         self.running_by_class = [0] * len(CLASSES)
         self.waiting_by_class = [0] * len(CLASSES)
-        self._refused: tuple[Request, int] | None = None  # head without room, and kv.releases when it was refused
+        self._refused: tuple[Request, int] | None = None  # head without room, and device.releases when it was refused
         self._arrivals = ArrivalModel(_HORIZON_SECONDS) if config.predictive_admission else None
         self._warmed_at = executor.clock.now()
 
@@ -248,7 +248,7 @@ class Scheduler:
         if head is None:
             return None
         # Until blocks come back, the answer would be the same.
-        if self.num_running and self._refused == (head, self.kv.releases):
+        if self.num_running and self._refused == (head, self.kv.device.releases):
             return None
         assert head.trace is not None
         again = head in self._preempted
@@ -257,7 +257,7 @@ class Scheduler:
         if self.num_running >= self._seats - seats:
             return None
         if not self.kv.admit(head, len(self.decoding) + blocks if self.num_running else 0):
-            self._refused = (head, self.kv.releases)
+            self._refused = (head, self.kv.device.releases)
             if not again and head.trace.state != KV_WAIT:
                 self._telemetry.transition(head.trace, KV_WAIT)
             return None

@@ -69,11 +69,11 @@ def test_engine_is_whole_after_the_fault_and_all_its_requests_end(
 
 def test_leaked_blocks_fill_the_pool_and_come_back(engine: Callable[[str], IncidentEngine]) -> None:
     live = engine("kv-exhaustion")
-    assert live.engine.kv.utilization < 0.5
+    assert live.engine.kv.device.utilization < 0.5
     live.inject(0)
-    wait_for(lambda: live.engine.kv.utilization > 0.95 and live.engine.num_waiting, 60, "a full pool")
+    wait_for(lambda: live.engine.kv.device.utilization > 0.95 and live.engine.num_waiting, 60, "a full pool")
     live.end()
-    wait_for(lambda: live.engine.kv.utilization < 0.5, 30, "the blocks")
+    wait_for(lambda: live.engine.kv.device.utilization < 0.5, 30, "the blocks")
     _on_thread(live, live.engine.check_integrity)
 
 

@@ -1,7 +1,7 @@
 """What a request's KV costs and where it goes: prefix lookup, layout rules, growth, release, moves, and the pool's measured state.
 
-The scheduler asks here and never touches a pool. Block numbers below num_blocks are exact blocks, those from there on quantized ones of
-long sequences. Time goes to kv_alloc, kv_evict and kv_move.
+The scheduler asks here and takes nothing from a pool itself. kv/device.py numbers the blocks: exact ones first, then quantized ones of long
+sequences. Time goes to kv_alloc, kv_evict and kv_move.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from observability.catalog import COMPONENTS, REGRET_WINDOWS
 from observability.engine.kv.compaction import move_blocks, plan_compaction
+from observability.engine.kv.device import DevicePools
 from observability.engine.kv.host import HostTier, host_keys
 from observability.engine.kv.measure import check, measure
 from observability.engine.kv.pool import EVICTABLE, AddressMap, BlockPool
@@ -34,18 +35,23 @@ _MEMORY_BLOCKS = (4096, 1 << 18)  # least and most evictions that are remembered
 _REGRET_SECONDS = np.array(tuple(REGRET_WINDOWS.values()), dtype=np.float64)
 
 
+def _leading(found: Blocks) -> Blocks:
+    """Those before the first that is absent (-1)."""
+    absent = np.flatnonzero(found < 0)
+    return found[: absent[0]] if absent.size else found
+
+
 class KVManager:
     """Gives blocks to requests and takes them back. Counts of blocks are exact at every moment between two calls."""
 
     def __init__(self, config: EngineConfig, telemetry: Telemetry, executor: Executor) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.device = DevicePools(config.num_blocks, config.num_compressed_blocks)
+        self.pool, self.compressed = self.device.exact, self.device.compressed
         self.pool.on_evict = self._evicted
-        self.compressed: BlockPool | None = None
         self.host: HostTier | None = None
         self._telemetry = telemetry
         self.executor = executor
-        self.first_compressed = config.num_blocks or 0  # number of the first compressed block
         self.contiguous: dict[BlockTable, None] = {}  # tables of running requests in the contiguous layout
         self._serial = 0
         self.map: tuple[int, AddressMap] | None = None  # of the pool's version
@@ -54,13 +60,11 @@ class KVManager:
         self._wanted_run = 0  # blocks: the longest run that was looked for in vain since the last compaction
         self._contexts: dict[tuple[str, str], float] = {}  # hit ratio by class and tenant, newest last
         self._context: tuple[str, str] | None = None  # of the request admitted last
-        if config.num_compressed_blocks:
-            self.compressed = BlockPool(config.num_compressed_blocks)
+        if self.compressed is not None:
             self.compressed.on_evict = self._evicted_compressed
         moves = []
         if config.num_host_blocks:
-            everything = self.first_compressed + config.num_compressed_blocks
-            self.host = HostTier(config.num_host_blocks, everything, executor, telemetry)
+            self.host = HostTier(config.num_host_blocks, self.device.size, executor, telemetry)
             self.pool.on_replace = self.host.replaced
             self.host.pool.on_evict = self._evicted_from_host
             telemetry.expect_host_tier()
@@ -82,21 +86,6 @@ class KVManager:
     def pools(self) -> tuple[BlockPool, BlockPool | None, BlockPool | None]:
         """By catalog.POOLS."""
         return self.pool, self.compressed, None if self.host is None else self.host.pool
-
-    @property
-    def utilization(self) -> float:
-        """Share of the blocks, exact and compressed, that requests hold; 0 for an unbounded pool."""
-        if not self.pool.bounded:
-            return 0.0
-        active, size = self.pool.num_active, self.pool.size
-        if self.compressed is not None:
-            active, size = active + self.compressed.num_active, size + self.compressed.size
-        return active / size
-
-    @property
-    def releases(self) -> int:
-        """Moves whenever blocks became allocatable."""
-        return self.pool.releases + (self.compressed.releases if self.compressed is not None else 0)
 
     def open_table(self, request: Request) -> None:
         """Gives a new request its (empty) block table."""
@@ -121,7 +110,7 @@ class KVManager:
         self._remember(host_keys(keys, True))
         self._telemetry.evicted(len(blocks))
         self._telemetry.lap(_KV_EVICT)
-        self._keep(blocks + self.first_compressed, host_keys(keys, True))
+        self._keep(blocks + self.device.first_compressed, host_keys(keys, True))
 
     def _evicted_from_host(self, slots: Blocks, keys: Keys) -> None:
         self._remember(keys)
@@ -156,10 +145,7 @@ class KVManager:
 
     def _is_here(self, keys: Keys, first: int, old: int) -> np.ndarray:
         """Which of the blocks from `first` on a request could use if those before them were there. bool [keys]"""
-        here = self.pool.index.get(keys) >= 0
-        if old:
-            assert self.compressed is not None
-            here |= self.compressed.index.get(keys) >= 0
+        here = (self.device.find(keys) if old else self.pool.index.get(keys)) >= 0
         if self.host is not None:
             here |= self.host.pool.index.get(host_keys(keys, np.arange(first, first + len(keys)) < old)) >= 0
         return here
@@ -208,9 +194,9 @@ class KVManager:
         if counted and table.keys is not None and found < hittable:
             regret = self._regret(table.keys.get(0, hittable), found, old) * size
         if hits.size:
-            self._share(hits)
+            self.device.share(hits)
             table.extend(hits.tolist())
-            table.num_compressed = int(np.count_nonzero(hits >= self.first_compressed)) if old else 0
+            table.num_compressed = int(np.count_nonzero(hits >= self.device.first_compressed)) if old else 0
         from_host = self._hit_host(table, hits) + len(slots)
         if self.host is not None and slots.size:
             self.host.pool.share(slots)  # not to be evicted while blocks are taken
@@ -245,14 +231,7 @@ class KVManager:
         if table.keys is None or not hittable:
             return _NONE, _NONE, np.empty(0, dtype=bool)
         keys = table.keys.get(0, hittable)
-        if not old:
-            hits = self.pool.index.match(keys)
-        else:
-            assert self.compressed is not None
-            quantized = self.compressed.index.get(keys)
-            both = np.where(quantized >= 0, quantized + self.first_compressed, self.pool.index.get(keys))
-            absent = np.flatnonzero(both < 0)
-            hits = both[: absent[0]] if absent.size else both
+        hits = _leading(self.device.find(keys)) if old else self.pool.index.match(keys)
         if self.host is None or len(hits) == hittable:
             return hits, _NONE, np.empty(0, dtype=bool)
         # Of a compressed sequence, old blocks come back compressed, and the recent ones exact.
@@ -261,54 +240,16 @@ class KVManager:
         return hits, slots, kinds[: len(slots)]
 
     def _has_room(self, known: int, hits: Blocks, old: int, spare: int) -> bool:
-        total = -(-known // self.config.block_size)
-        if not old:
-            return total - len(hits) + self._revived(self.pool, hits) + spare <= self.pool.allocatable
-        assert self.compressed is not None
-        quantized, packed = max(old - len(hits), 0), hits >= self.first_compressed
-        if (
-            quantized + self._revived(self.compressed, hits[packed] - self.first_compressed)
-            > self.compressed.allocatable
-        ):
-            return False
-        fresh = total - len(hits) - quantized
-        return fresh + self._revived(self.pool, hits[~packed]) + spare <= self.pool.allocatable
-
-    @staticmethod
-    def _revived(pool: BlockPool, hits: Blocks) -> int:
-        """Allocatable blocks fewer once `hits` are held."""
-        return int(np.count_nonzero(pool.state[hits] == EVICTABLE))
-
-    def _share(self, blocks: Blocks) -> None:
-        quantized = blocks >= self.first_compressed if self.compressed is not None else None
-        if quantized is None or not quantized.any():
-            self.pool.share(blocks)
-            return
-        assert self.compressed is not None
-        self.pool.share(blocks[~quantized])
-        self.compressed.share(blocks[quantized] - self.first_compressed)
-
-    def _give_up(self, blocks: Blocks) -> None:
-        """One holder less for each of `blocks`, of either kind, given in sequence order."""
-        quantized = blocks >= self.first_compressed if self.compressed is not None else None
-        if quantized is None or not quantized.any():
-            self.pool.release(blocks)
-            return
-        assert self.compressed is not None
-        self.pool.release(blocks[~quantized])
-        self.compressed.release(blocks[quantized] - self.first_compressed)
+        quantized = max(old - len(hits), 0)
+        fresh = -(-known // self.config.block_size) - len(hits) - quantized
+        return self.device.has_room(fresh, quantized, hits, spare)
 
     def _extend_by_kind(self, table: BlockTable, first: int, last: int, loaded: np.ndarray, old: int) -> None:
         """Takes blocks [first, last) of a compressed sequence: quantized up to `old`, then exact; those loaded by their own kind."""
-        assert self.compressed is not None
         quantized = np.arange(first, last) < old
         quantized[: len(loaded)] = loaded
-        blocks = np.empty(last - first, dtype=np.int64)
-        count = int(np.count_nonzero(quantized))
-        blocks[quantized] = self.compressed.take(count) + self.first_compressed
-        blocks[~quantized] = self.pool.take(last - first - count)
-        table.extend(blocks.tolist())
-        table.num_compressed += count
+        table.extend(self.device.take(quantized).tolist())
+        table.num_compressed += int(np.count_nonzero(quantized))
         self._telemetry.allocated(COMPRESSED, last - first)
         self._telemetry.lap(_KV_ALLOC)
 
@@ -438,20 +379,9 @@ class KVManager:
                 new_keys.append(table.keys.get(table.num_registered, full))
                 table.num_registered = full
         if new_keys:
-            self._register(np.array(blocks, dtype=np.int64), np.concatenate(new_keys), distinct=len(new_keys) == 1)
-
-    def _register(self, blocks: Blocks, keys: Keys, *, distinct: bool) -> None:
-        kinds: list[tuple[BlockPool, Blocks, Keys]] = [(self.pool, blocks, keys)]
-        if self.compressed is not None and (quantized := blocks >= self.first_compressed).any():
-            kinds = [
-                (self.pool, blocks[~quantized], keys[~quantized]),
-                (self.compressed, blocks[quantized] - self.first_compressed, keys[quantized]),
-            ]
-        for pool, own, own_keys in kinds:
-            if not distinct:  # equal prompts may have become full in the same step
-                own_keys, first = np.unique(own_keys, return_index=True)
-                own = own[first]
-            pool.register(own, own_keys)
+            # equal prompts may have become full in the same step
+            distinct = len(new_keys) == 1
+            self.device.register(np.array(blocks, dtype=np.int64), np.concatenate(new_keys), distinct=distinct)
 
     def release(self, request: Request) -> None:
         """Takes all blocks back; what was computed stays cached for as long as nobody needs the room."""
@@ -477,15 +407,9 @@ class KVManager:
         if not table.num_registered or table.keys is None:
             return
         blocks = np.array(table.blocks[: table.num_registered], dtype=np.int64)
-        private = ~self._keyed(blocks)
+        private = ~self.device.keyed(blocks)
         if private.any():
-            self._register(blocks[private], table.keys.get(0, table.num_registered)[private], distinct=True)
-
-    def _keyed(self, blocks: Blocks) -> np.ndarray:
-        if self.compressed is None:
-            return self.pool.keyed[blocks]
-        everything = np.concatenate((self.pool.keyed, self.compressed.keyed))
-        return everything[blocks]
+            self.device.register(blocks[private], table.keys.get(0, table.num_registered)[private], distinct=True)
 
     # -- the host tier ---------------------------------------------------------------------------------------------
 
@@ -494,12 +418,12 @@ class KVManager:
         if self.host is None:
             return
         for blocks in self.host.settle():
-            self._give_up(blocks)
+            self.device.release(blocks)
         if self._orphans:
             landed = [all(transfer.done() for transfer in transfers) for transfers, _ in self._orphans]
             for done, (_, blocks) in zip(landed, self._orphans, strict=True):
                 if done:
-                    self._give_up(blocks)
+                    self.device.release(blocks)
             self._orphans = [orphan for done, orphan in zip(landed, self._orphans, strict=True) if not done]
 
     def _hit_host(self, table: BlockTable, hits: Blocks) -> int:
@@ -521,7 +445,7 @@ class KVManager:
             self._abandon(table)
             raise
         if table.keys is not None:
-            self._register(blocks, table.keys.get(first, first + len(slots)), distinct=True)
+            self.device.register(blocks, table.keys.get(first, first + len(slots)), distinct=True)
         table.loading.append(transfer)
 
     def _abandon(self, table: BlockTable) -> None:
@@ -530,7 +454,7 @@ class KVManager:
             self._leave_contiguous(table)
         blocks = np.array(table.blocks, dtype=np.int64)
         if all(transfer.done() for transfer in table.loading):
-            self._give_up(blocks)
+            self.device.release(blocks)
         else:
             self._orphans.append((list(table.loading), blocks))
         table.clear()
@@ -566,7 +490,7 @@ class KVManager:
         again = np.flatnonzero(self.pool.index.get(behind) >= 0)  # cached behind a gap: not to be brought a second time
         slots = self.host.find(host_keys(behind[: again[0]] if again.size else behind, False))
         most = int(self.config.prefetch_warmup_ratio * self.pool.size) - int(np.count_nonzero(self.host.prefetched))
-        room = self.pool.allocatable - self._revived(self.pool, hits) - spare
+        room = self.pool.allocatable - self.pool.num_revived(hits) - spare
         slots = slots[: max(min(most, room), 0)]
         if not slots.size:
             return
@@ -598,7 +522,7 @@ class KVManager:
         if 2.0 * self.executor.transfer_seconds(full) >= self.executor.recompute_seconds(request.num_computed):
             return False
         blocks = np.array(table.blocks[:full], dtype=np.int64)
-        quantized = blocks >= self.first_compressed
+        quantized = blocks >= self.device.first_compressed
         keys = np.empty(0, dtype=np.uint64)
         if table.keys is not None:
             keys = host_keys(table.keys.get(0, full), quantized)
@@ -621,22 +545,13 @@ class KVManager:
         hits = _NONE
         if table.keys is not None:
             keys = table.keys.get(0, stored)
-            there = self.pool.index.get(keys)
-            if self.compressed is not None:
-                packed = self.compressed.index.get(keys)
-                there = np.where(quantized[:stored], np.where(packed >= 0, packed + self.first_compressed, -1), there)
-            absent = np.flatnonzero(there < 0)
-            hits = there[: absent[0]] if absent.size else there
+            hits = _leading(self.device.find(keys, quantized[:stored]))
         missing = quantized[len(hits) :]
         fresh = len(missing) - int(np.count_nonzero(missing))
-        if fresh + self._revived(self.pool, hits[hits < self.first_compressed]) + spare > self.pool.allocatable:
+        if not self.device.has_room(fresh, len(missing) - fresh, hits, spare):
             return False
-        if self.compressed is not None:
-            revived = self._revived(self.compressed, hits[hits >= self.first_compressed] - self.first_compressed)
-            if len(missing) - fresh + revived > self.compressed.allocatable:
-                return False
         if hits.size:
-            self._share(hits)
+            self.device.share(hits)
             table.extend(hits.tolist())
             table.num_compressed = int(np.count_nonzero(quantized[: len(hits)]))
             self._hit_host(table, hits)
@@ -661,11 +576,7 @@ class KVManager:
 
     def cached_blocks(self, keys: Keys) -> int:
         """How many leading blocks with these keys are here: on the device, exact or compressed, and then on the host."""
-        there = self.pool.index.get(keys) >= 0
-        if self.compressed is not None:
-            there |= self.compressed.index.get(keys) >= 0
-        absent = np.flatnonzero(~there)
-        count = int(absent[0]) if absent.size else len(keys)
+        count = len(_leading(self.device.find(keys)))
         if self.host is not None:
             count += len(self.host.find(host_keys(keys[count:], False)))
         return count
@@ -731,7 +642,7 @@ class KVManager:
                 at = table.compress_next
                 block = table.blocks[at]
                 # A block that others hold stays exact: they read it, and it would cost room twice.
-                if block < self.first_compressed and self.pool.refs[block] == 1:
+                if block < self.device.first_compressed and self.pool.refs[block] == 1:
                     sources.append(block)
                     places.append((table, at))
                     left -= 1
@@ -739,23 +650,24 @@ class KVManager:
         if not sources:
             return
         self.register(touched)
-        targets = self.compressed.take(len(sources))
+        taken = self.compressed.take(len(sources))
+        targets = taken + self.device.first_compressed
         began = self._telemetry.lap(_KV_ALLOC)
         try:
-            self.executor.compress_blocks(list(zip(sources, (targets + self.first_compressed).tolist(), strict=True)))
+            self.executor.compress_blocks(list(zip(sources, targets.tolist(), strict=True)))
         except Exception:
-            self.compressed.release(targets)
+            self.compressed.release(taken)
             raise
         self._telemetry.mechanisms.moved(m.COMPRESS, len(sources), self.executor.clock.now() - began)
         self._telemetry.allocated(COMPRESSED, len(sources))
         keys: list[Keys] = []
         for (table, at), target in zip(places, targets.tolist(), strict=True):
-            table.blocks[at] = target + self.first_compressed
+            table.blocks[at] = target
             table.num_compressed += 1
             if table.keys is not None:
                 keys.append(table.keys.get(at, at + 1))
         if keys:
-            self._register(targets + self.first_compressed, np.concatenate(keys), distinct=False)
+            self.device.register(targets, np.concatenate(keys), distinct=False)
         self.pool.release(np.array(sources, dtype=np.int64))
         self._telemetry.lap(_KV_MOVE)
 
@@ -806,7 +718,7 @@ class KVManager:
         began = self._telemetry.lap(_KV_ALLOC)
         self.executor.copy_blocks(list(zip(sources.tolist(), targets.tolist(), strict=True)))
         move_blocks(self.pool, sources, targets)
-        moved_to = np.arange(self.first_compressed + self.config.num_compressed_blocks)
+        moved_to = np.arange(self.device.size)
         moved_to[sources] = targets
         is_source = np.zeros(len(moved_to), dtype=bool)
         is_source[sources] = True

@@ -34,7 +34,7 @@ def measure(kv: KVManager, running: Iterable[Request]) -> KVState:
         # Blocks behind the last full one belong to one sequence alone, so only full ones could be counted twice.
         not_full += len(table.blocks) - full
         if table.num_compressed:
-            not_full -= sum(block >= kv.first_compressed for block in table.blocks[full:])
+            not_full -= sum(block >= kv.device.first_compressed for block in table.blocks[full:])
         stored += tail
         sequences += 1
     stored += (pool.num_active - not_full) * size

@@ -138,6 +138,10 @@ class BlockPool:
         """Blocks that can be taken now."""
         return self.num_free + self.num_evictable if self.bounded else sys.maxsize
 
+    def num_revived(self, hits: Blocks) -> int:
+        """Allocatable blocks fewer once `hits` are held."""
+        return int(np.count_nonzero(self.state[hits] == EVICTABLE))
+
     # -- taking ----------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> Blocks:
