@@ -156,12 +156,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Age:
-    """Seconds between the evaluation time and a timestamp gauge."""
+    """Seconds between the evaluation time and a timestamp gauge; 0 where the clock that wrote it is ahead."""
 
     of: Node
 
     def promql(self) -> str:
-        return f"time() - {_operand(self.of)}"
+        return f"clamp_min(time() - {_operand(self.of)}, 0)"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from exporters.adapters.engines import TITLES, capability
+from observability.app.view import unix_seconds
 from observability.signals import BY_NAME, SIGNALS
 from observability.store.source import SeriesSource
 
@@ -27,8 +29,8 @@ class ModelFeed:
     engines: pd.DataFrame
 
 
-def feeds(source: SeriesSource) -> list[ModelFeed]:
-    """Every model of the source and what it feeds now."""
+def feeds(source: SeriesSource, now: float) -> list[ModelFeed]:
+    """Every model of the source and what it feeds at `now` (Unix seconds)."""
     models = source.models()
     fed: dict[str, set[str]] = {model: set() for model in models}
     ages: dict[str, float] = {}
@@ -39,7 +41,9 @@ def feeds(source: SeriesSource) -> list[ModelFeed]:
         for model in newest["model"].unique():
             fed.setdefault(str(model), set()).add(signal.name)
         if signal is UPDATE_AGE:
-            ages = dict(zip(newest["model"], newest["value"], strict=True))
+            # as it was recorded, and what passed since then
+            since = newest["value"] + np.maximum(0.0, now - unix_seconds(newest["time"]))
+            ages = dict(zip(newest["model"], since, strict=True))
         if signal is ENGINES:
             serving = newest
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from html import escape
 
 import pandas as pd
@@ -51,7 +52,7 @@ def draw(context: Context) -> None:
 
 
 def _source(context: Context) -> Content:
-    seen = engines.feeds(context.source)
+    seen = engines.feeds(context.source, time.time())
     newest = context.source.freshness()
     told = f"{escape(context.source.describe())}; newest values " + (
         "none yet" if newest is None else f"{setting(round(newest), 'seconds')} old"
@@ -138,7 +139,12 @@ def _fed(report: Report) -> str:
 
 def _matrix(context: Context) -> Content:
     table = engines.matrix()
-    fed = {signal for feed in engines.feeds(context.source) if feed.model == context.view.model for signal in feed.fed}
+    fed = {
+        signal
+        for feed in engines.feeds(context.source, time.time())
+        if feed.model == context.view.model
+        for signal in feed.fed
+    }
     head = "".join(f"<th>{escape(title)}</th>" for title in TITLES.values())
     here = f'<th title="a value within five minutes">{escape(context.view.model or "this model")} now</th>'
     rows = []

@@ -195,7 +195,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "actions": list(report.finding.actions),
         },
         "changes": [
-            {"title": each.title, "unit": each.unit, "before": each.before, "after": each.after, "clear": bool(each.score >= 1), "worse": each.worse}
+            {"title": each.title, "unit": each.unit, "median_before": each.before, "median_after": each.after, "clear": bool(each.score >= 1), "worse": each.worse}
             for each in report.changes
         ],
         "marks": [{"kind": each.kind, "start": _iso(each.start), "end": _iso(each.end), "text": each.text} for each in report.marks],
@@ -266,7 +266,7 @@ def as_html(report: Report) -> str:
         f"<body><h1>What happened to {escape(view.model)}?</h1>"
         f'<p class="soft">{told} · {escape(report.source)} · written {_when(datetime.now(UTC).timestamp(), view)}{virtual}</p>'
         f"{_objectives(report)}{_finding(report)}"
-        f'<div class="two"><div><h2>What differs from the {escape(setting(view.seconds, "seconds"))} before?</h2>{changes_table(report.changes, 12, ("before", "this span"))}</div>'
+        f'<div class="two"><div><h2>What differs from the {escape(setting(view.seconds, "seconds"))} before?</h2>{changes_table(report.changes, 12, ("median before", "median of this span"))}</div>'
         f"<div><h2>What happened beside it?</h2>{_marks(report)}</div></div>"
         f"{''.join(sections)}{_queries(report)}"
         f"<script>{settings.PLOTLY.read_text()}</script><script>const figures = {data};{_DRAW}</script></body></html>"

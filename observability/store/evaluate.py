@@ -252,7 +252,7 @@ class _Compiler:
             case Decibel(of):
                 return _each(self.node(of), lambda v, _: 10.0 * np.log10(v))
             case Age(of):
-                return _each(self.node(of), lambda v, at: at / 1000.0 - v)
+                return _each(self.node(of), lambda v, at: np.maximum(at / 1000.0 - v, 0.0))
             case Survival():
                 return self._survival()
             case LifetimeQuantile(q, survival):

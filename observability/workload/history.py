@@ -148,7 +148,8 @@ def _simulate(part: _Part, advance: Callable[[float], None]) -> _Done:
 
     def tick(now: float) -> None:
         nonlocal steps
-        at = origin + now
+        # What a long step held up counts for its minute, so that windows join and each event is in one of them.
+        at = origin + now // INTERVAL_SECONDS * INTERVAL_SECONDS
         if at > part.end:
             return
         if at >= part.start:

@@ -61,8 +61,8 @@ def test_the_matrix_is_that_of_the_adapters_one_row_a_signal_and_engine() -> Non
 def test_a_model_feeds_the_signals_that_have_a_value_now(
     source: EmbeddedStore, tmp_path: Path, rows: dict[str, pd.DataFrame]
 ) -> None:
-    now = EmbeddedStore(source.path, clock=lambda: source.extent()[1])  # type: ignore[index]
-    (feed,) = engines.feeds(now)
+    end = max(frame["time"].max().timestamp() for frame in rows.values() if len(frame))
+    (feed,) = engines.feeds(EmbeddedStore(source.path, clock=lambda: end), end)
     assert feed.model == synthetic.MODEL
     newest = {name: frame["time"].max().timestamp() for name, frame in rows.items() if len(frame)}
     current = {name for name, at in newest.items() if at > max(newest.values()) - 300}
@@ -70,9 +70,12 @@ def test_a_model_feeds_the_signals_that_have_a_value_now(
     assert len(feed.fed) > 70
     assert set(feed.engines["version"]) <= {"1.0", "1.1"}
     assert feed.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1])
+    later = EmbeddedStore(source.path, clock=lambda: end + 240)
+    (stopped,) = engines.feeds(later, end + 240)
+    assert stopped.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1] + 240), "its recorder stopped"
     part = create(tmp_path / "part.db")
     part.append("model:kvscope_kv_usage:ratio", rows["model:kvscope_kv_usage:ratio"])
-    (feed,) = engines.feeds(EmbeddedStore(part.path, clock=lambda: source.extent()[1]))  # type: ignore[index]
+    (feed,) = engines.feeds(EmbeddedStore(part.path, clock=lambda: end), end)
     assert (feed.age, feed.fed) == (None, {"model:kvscope_kv_usage:ratio"})
 
 

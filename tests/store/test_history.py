@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from observability.errors import ConfigError
-from observability.signals import SIGNALS, Age
+from observability.signals import SIGNALS
 from observability.store import embedded
 from observability.store.embedded import EmbeddedStore
 from observability.workload import history
@@ -50,8 +50,7 @@ def test_every_signal_has_a_point_each_minute_and_what_is_unknown_is_absent(made
         if "model" in signal.by:
             assert set(frame["model"]) == {"served"}
         low, high = signal.bounds
-        # stored times are whole milliseconds, so that the age of what was written just now may come out below 0
-        assert frame["value"].min() >= low - (1e-3 if isinstance(signal.expr, Age) else 1e-9), signal.name
+        assert frame["value"].min() >= low - 1e-9, signal.name
         assert high is None or frame["value"].max() <= high + 1e-9, signal.name
     requests = made.range("model:kvscope_requests_received:rate5m", END - 3 * HOUR + 60, END, 60)
     assert len(requests) == 180
@@ -61,17 +60,19 @@ def test_every_signal_has_a_point_each_minute_and_what_is_unknown_is_absent(made
 
 
 def test_the_recorded_request_rate_is_that_of_the_load(made: EmbeddedStore) -> None:
-    """The truth is counted on the generated arrivals, part by part; the store's rates are averaged over the same time."""
-    arrivals = 0
+    """The truth is counted on the generated arrivals: windows of five minutes join, and each request is in the one that it came in, however
+    long the engine was busy at a tick."""
     start = END - 3 * HOUR
+    arrivals = []
     for request in generate_load(PRESETS[history.PRESET], 0, start_time=start - 1800):
-        at = start - 1800 + request.arrival_seconds
-        if at > END:
+        arrivals.append(start - 1800 + request.arrival_seconds)
+        if arrivals[-1] > END:
             break
-        arrivals += start + 300 <= at <= END
-    rates = made.range("model:kvscope_requests_received:rate5m", start + 600, END, 60)["value"]
-    # each rate covers the five minutes before it
-    assert rates.mean() * (END - start - 300) == pytest.approx(arrivals, rel=0.03)
+    rates = made.range("model:kvscope_requests_received:rate5m", start + 600, END - 300, 300)
+    ends = [time.timestamp() for time in rates["time"]]
+    assert len(ends) == 34
+    came = [sum(end - 300 < at <= end for at in arrivals) for end in ends]
+    assert rates["value"].to_numpy() * 300 == pytest.approx(came, abs=1e-6)
 
 
 def test_the_whole_span_is_marked_as_simulated(made: EmbeddedStore) -> None:
