@@ -23,7 +23,7 @@ from tests.conftest import wait_for
 
 @pytest.fixture(scope="session")
 def end() -> float:
-    """The newest time in the store, Unix seconds: ten minutes ahead, so that the store stays fresh while tests run."""
+    """The end of what happens in the store, Unix seconds, ten minutes ahead."""
     return time.time() // 60 * 60 + 600
 
 
@@ -35,11 +35,14 @@ def rows(end: float) -> dict[str, pd.DataFrame]:
 
 @pytest.fixture(scope="session")
 def store_path(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, pd.DataFrame], end: float) -> Path:
-    """A store file that holds `rows` and forecasts made every ten minutes; tests only read it."""
+    """A store file that holds `rows`, the last of them for another hour, so that it stays fresh while tests run, and forecasts made every
+    ten minutes; tests only read it."""
     path = tmp_path_factory.mktemp("store") / "history.db"
     store = create(path)
+    later = pd.to_timedelta(np.arange(1, 61), unit="min")
     for name, frame in rows.items():
-        store.append(name, frame)
+        last = frame[frame["time"] == pd.Timestamp(end, unit="s", tz="UTC")]
+        store.append(name, pd.concat([frame, *(last.assign(time=last["time"] + each) for each in later)]))
     store.mark_simulated(end - 3 * 3600, end - 2400)
     store.add_forecasts(synthetic.forecasts(rows, time.time()))
     return path

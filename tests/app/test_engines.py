@@ -70,8 +70,9 @@ def test_a_model_feeds_the_signals_that_have_a_value_now(
     assert len(feed.fed) > 70
     assert set(feed.engines["version"]) <= {"1.0", "1.1"}
     assert feed.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1])
-    later = EmbeddedStore(source.path, clock=lambda: end + 240)
-    (stopped,) = engines.feeds(later, end + 240)
+    ended = create(tmp_path / "ended.db")
+    ended.append(engines.UPDATE_AGE.name, rows[engines.UPDATE_AGE.name])
+    (stopped,) = engines.feeds(EmbeddedStore(ended.path, clock=lambda: end + 240), end + 240)
     assert stopped.age == pytest.approx(rows[engines.UPDATE_AGE.name]["value"].iloc[-1] + 240), "its recorder stopped"
     part = create(tmp_path / "part.db")
     part.append("model:kvscope_kv_usage:ratio", rows["model:kvscope_kv_usage:ratio"])
