@@ -41,7 +41,7 @@ APPLICATION_ID = 0x6B767363
 SCHEMA_VERSION = 2
 DAY_SECONDS = 86400.0
 RETENTION_SECONDS = 14 * DAY_SECONDS
-#: Points older than this are thinned to one a minute.
+#: Rows older than this are thinned to one a minute, and those in which series begin or end.
 FULL_RESOLUTION_SECONDS = 2 * DAY_SECONDS
 MAX_BYTES = 1 << 30
 _LOOKBACK_MS = round(LOOKBACK_SECONDS * 1000)
@@ -54,6 +54,19 @@ one(id) AS MATERIALIZED (SELECT id FROM signals WHERE name = :name)
 SELECT at, time, vals FROM one CROSS JOIN asked CROSS JOIN points ON signal = id AND time = (
     SELECT max(time) FROM points WHERE signal = id AND time BETWEEN at - {_LOOKBACK_MS} AND at
 ) ORDER BY at"""
+
+#: A row goes when the one before it is of the same minute and has the same series, unless nothing follows within a minute. So each series exists
+#: at just the times at which it did: rows in which one begins or ends stay, and so does the last row, from which LOOKBACK_SECONDS count.
+_THIN = """
+DELETE FROM points WHERE signal = ?1 AND time IN (
+    SELECT near.time FROM (
+        SELECT time, lag(time) OVER rows AS before, lead(time) OVER rows AS after
+        FROM points WHERE signal = ?1 AND time < ?2 WINDOW rows AS (ORDER BY time)
+    ) AS near
+    CROSS JOIN points AS own ON own.signal = ?1 AND own.time = near.time
+    CROSS JOIN points AS last ON last.signal = ?1 AND last.time = near.before
+    WHERE near.before / 60000 = near.time / 60000 AND near.after - near.time <= 60000 AND same_series(own.vals, last.vals)
+)"""
 
 _SCHEMA = """
 CREATE TABLE signals (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
@@ -274,21 +287,20 @@ class EmbeddedStore:
         return None if low is None else (low / 1000, high / 1000)
 
     def prune(self, *, max_bytes: int = MAX_BYTES) -> None:
-        """Deletes what is older than the retention, thins what is older than two days to one point a minute, and, while the
-        file is above `max_bytes`, deletes the oldest tenth. Freed pages go back to the file system."""
+        """Deletes what is older than the retention, thins what is older than two days to one row a minute and those in which series
+        begin or end, and, while the file is above `max_bytes`, deletes the oldest tenth. Freed pages go back to the file system."""
         now = self._clock()
         keep_from = round((now - RETENTION_SECONDS) * 1000)
         thin_until = round((now - FULL_RESOLUTION_SECONDS) * 1000)
         with self._writing() as db:
             _delete_before(db, keep_from)
-            for (signal,) in db.execute("SELECT id FROM signals").fetchall():
-                db.execute(
-                    "DELETE FROM points WHERE signal = ?1 AND time < ?2 AND time NOT IN"
-                    " (SELECT min(time) FROM points WHERE signal = ?1 AND time < ?2 GROUP BY time / 60000)",
-                    (signal, thin_until),
-                )
             db.execute("DELETE FROM forecasts WHERE origin < ?", (keep_from,))
             db.execute("DELETE FROM spans WHERE stop < ?", (keep_from,))
+            signals = db.execute("SELECT id FROM signals").fetchall()
+        for (signal,) in signals:  # one at a time: others write in between
+            with self._writing() as db:
+                db.create_function("same_series", 2, _same_series, deterministic=True)
+                db.execute(_THIN, (signal, thin_until))
         for _ in range(50):
             extent = self.extent()
             with self._writing() as db:
@@ -442,6 +454,16 @@ def _unpack(blobs: Sequence[bytes], width: int) -> np.ndarray:
     for row, blob in zip(values, blobs, strict=True):
         row[: len(blob) // 8] = np.frombuffer(blob, dtype="<f8")
     return values
+
+
+def _same_series(one: bytes, other: bytes) -> bool:
+    """Whether two rows of a signal have values of the same series."""
+    return _absent(one) == _absent(other)
+
+
+def _absent(blob: bytes) -> bytes:
+    """A byte for each series, 1: absent; without those at the end, which may have been unknown when the row was written."""
+    return np.isnan(np.frombuffer(blob, dtype="<f8")).tobytes().rstrip(b"\1")
 
 
 def _places(db: sqlite3.Connection, name: str, labels: Sequence[Mapping[str, str]]) -> tuple[int, np.ndarray, int]:

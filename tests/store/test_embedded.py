@@ -22,10 +22,12 @@ from observability.store import embedded
 from observability.store.embedded import EmbeddedStore, SignalBlock
 from observability.store.forecasts import FRAME_COLUMNS, LEVELS, Breach, Forecast
 from observability.store.open import open_source
+from observability.store.recorder import Recorder, Scrape
 from observability.store.source import LOOKBACK_SECONDS, SeriesSource
 
 REQUESTS = "model:kvscope_requests_received:rate5m"
 OUTCOMES = "model_outcome:kvscope_requests:rate5m"
+ENGINE = "model_executor_clock_device_kv_dtype_version:kvscope_engine:sum"
 NOW = 1_790_000_000.0
 
 
@@ -278,10 +280,67 @@ def test_old_points_are_thinned_then_deleted(store: EmbeddedStore) -> None:
     thinned = read(store, start - 3 * day, start - 3 * day + 540, 60)
     assert [value for _, value in thinned] == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 32.0, 36.0]
     with sqlite3.connect(store.path) as db:
-        assert db.execute("SELECT count(*) FROM points").fetchone()[0] == 10 + 40
+        assert (
+            db.execute("SELECT count(*) FROM points").fetchone()[0] == 10 + 1 + 40
+        )  # 1: after which there is none for days
     db.close()
     assert [f.origin for f in store.stored_forecasts(REQUESTS, {}, "prophet")] == [NOW - day]
     assert store.simulated(0, NOW) == []
+
+
+def test_outages_stay_outages_however_old_they_become(store: EmbeddedStore) -> None:
+    """Four minutes of failed scrapes, and an engine that comes back with another setting, all of it three days ago."""
+    start, old = NOW // 60 * 60 - 3 * 86400, ("kvscope_engine_info", (("model", "m"), ("executor", "torch")))
+    new = ("kvscope_engine_info", (("model", "m"), ("executor", "calibrated")))
+    recorder = Recorder(store)
+    for i in range(60):
+        seen = Scrape([old if i < 22 else new], np.ones(1))
+        recorder.step(start + 15 * i, None if 22 <= i < 38 else seen)
+    for _ in range(2):  # a second time changes nothing
+        store.prune()
+        for executor, times in (("torch", range(22)), ("calibrated", range(38, 60))):
+            frame = store.range(ENGINE, start, start + 15 * 59, 15, {"executor": executor})
+            assert frame["time"].map(lambda t: t.timestamp()).tolist() == [start + 15 * i for i in times]
+    with sqlite3.connect(store.path) as db:
+        kept = db.execute(
+            "SELECT (time - ?) / 1000 FROM points JOIN signals ON id = signal WHERE name = ?", (1000 * start, ENGINE)
+        )
+        minutes = [0, 60, 120, 180, 240, 300, 600, 660, 720, 780, 840]
+        assert sorted(at for (at,) in kept) == sorted([*minutes, 22 * 15, 38 * 15, 59 * 15]), "and end, begin, end"
+    db.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_thinning_neither_makes_nor_loses_a_moment_of_any_series(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Rows at any distance, series that come and go alone or together, also ones that older rows do not know yet."""
+    store = EmbeddedStore(embedded.create(tmp_path_factory.mktemp("thin") / "s.sqlite").path, clock=lambda: NOW)
+    steps = data.draw(st.lists(st.sampled_from([5, 15, 15, 15, 40, 60, 61, 200, 400]), min_size=5, max_size=80))
+    start = NOW // 60 * 60 - 3 * 86400
+    times = start + np.cumsum(steps)
+    values = np.arange(3.0 * len(times)).reshape(-1, 3)
+    for column in range(3):
+        absent = data.draw(st.lists(st.tuples(st.integers(0, len(times)), st.integers(0, 20)), max_size=3))
+        for first, count in absent:
+            values[first : first + count, column] = np.nan
+    known = data.draw(st.integers(0, len(times)))  # rows before the third series was first seen
+    labels = [{"model": "m", "outcome": name} for name in "abc"]
+    store.append_blocks({OUTCOMES: SignalBlock(times[:known], labels[:2], values[:known, :2])})
+    store.append_blocks({OUTCOMES: SignalBlock(times[known:], labels, values[known:])})
+
+    def whole() -> pd.DataFrame:
+        return store.range(OUTCOMES, start, times[-1] + 400, 5)
+
+    before = whole()
+    store.prune()
+    after = whole()
+    assert after[["time", "outcome"]].equals(before[["time", "outcome"]])
+    assert set(after["value"]) <= set(before["value"])
+    column = after["value"] % 3
+    assert (column == after["outcome"].map({"a": 0.0, "b": 1.0, "c": 2.0})).all()
+    assert (before["value"] - after["value"]).between(0, 3 * 12).all(), "a value of the same minute"
 
 
 def test_a_store_above_its_size_loses_its_oldest_part_and_gives_the_room_back(store: EmbeddedStore) -> None:
