@@ -60,7 +60,8 @@ def pressure() -> Section:
         TTFT_BURN,
         "How do requests end?",
         "Requests ended per second by outcome, and requests received. stop and length are served; abort: the client left; "
-        "error: the engine failed it; rejected: the queue was full; deadline: it passed the time its client gave it. Received above the sum of the rest for long: work "
+        "error: the engine failed it; rejected: the queue was full or the server not ready; invalid: it could not be served as asked; "
+        "deadline: it passed the time its client gave it. Received above the sum of the rest for long: work "
         "piles up.",
         "reqps",
         query(signal("model:kvscope_requests_received:rate5m"), "received"),

@@ -194,7 +194,8 @@ def objectives() -> Section:
         AVAILABILITY_BURN,
         "How do requests end?",
         "Requests ended per second by outcome, and requests received. stop and length are served; abort: the client left; "
-        "error: the engine failed it; rejected: the queue was full; deadline: it passed the time its client gave it. "
+        "error: the engine failed it; rejected: the queue was full or the server not ready; invalid: it could not be served as asked; "
+        "deadline: it passed the time its client gave it. "
         "Received above the sum of the rest for long: work piles up.",
         "reqps",
         query(f"sum({signal('model:kvscope_requests_received:rate5m')})", "received"),

@@ -27,7 +27,7 @@ COMPONENT_COLORS = {
 }  # fmt: skip
 OUTCOME_COLORS = {
     "received": "purple", "stop": "green", "length": "blue", "abort": "yellow", "error": "red", "rejected": "orange",
-    "deadline": "dark-red",
+    "deadline": "dark-red", "invalid": "#808080",
 }  # fmt: skip
 BLOCK_COLORS = {"free": "#808080", "evictable": "yellow", "active": "blue", c.ALLOCATABLE: "#a0a0a0"}
 #: Lengths are ordered: from pale to deep.

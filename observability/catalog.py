@@ -28,8 +28,10 @@ SHOWN_STATES = (*STATES, FRONTEND_STATE)
 SHOWN_COMPONENTS = (*COMPONENTS, UNTOLD)
 #: Priority classes, highest first.
 CLASSES = ("interactive", "standard", "long_context")
-#: How a request can end. `stop` and `length` are successes.
-OUTCOMES = ("stop", "length", "abort", "error", "rejected", "deadline")
+#: How a request can end. `stop` and `length` are successes; `rejected` and `invalid` were never queued, for what the server could not or for
+#: what the client asked.
+OUTCOMES = ("stop", "length", "abort", "error", "rejected", "deadline", "invalid")
+REFUSED_OUTCOMES = ("rejected", "invalid")
 BLOCK_STATES = ("free", "evictable", "active")
 #: Batches of KV events of foreign engines: read as they came, asked back after a gap, not to be had, not readable.
 KV_EVENT_OUTCOMES = ("received", "replayed", "lost", "malformed")
@@ -198,11 +200,12 @@ _ML = ("model", "length_bucket")
 
 # Requests
 REQUESTS_RECEIVED = _counter(
-    "kvscope_requests_received", "requests", _MC, "Requests received, also those then rejected."
+    "kvscope_requests_received", "requests", _MC, "Requests received, also those then refused."
 )
 REQUESTS = _counter(
     "kvscope_requests", "requests", ("model", "class", "outcome"),
-    "Requests ended, by outcome: stop or length (served), abort (client left), error, rejected (never queued), deadline (its time was up). "
+    "Requests ended, by outcome: stop or length (served), abort (client left), error, rejected (refused for want of room: 429 or 503), "
+    "deadline (its time was up), invalid (refused for what was asked: another 4xx). "
     "received = ended + waiting + running.",
 )  # fmt: skip
 REQUEST_DURATION = _histogram(

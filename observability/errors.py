@@ -10,6 +10,8 @@ class KvscopeError(Exception):
     """
 
     exit_code = 1
+    #: Outcome of a request that is refused with it (catalog.OUTCOMES): it could be served at another time.
+    outcome = "rejected"
 
     def __init__(self, reason: str, *, next_step: str = "") -> None:
         super().__init__(reason)
@@ -36,6 +38,8 @@ class TraceError(KvscopeError):
 
 class RequestError(KvscopeError):
     """A request cannot be served as asked (bad sampling value, prompt too long)."""
+
+    outcome = "invalid"
 
     def __init__(self, reason: str, *, param: str | None = None, next_step: str = "") -> None:
         super().__init__(reason, next_step=next_step)

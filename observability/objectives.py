@@ -17,7 +17,7 @@ from observability.catalog import Family
 from observability.errors import ConfigError
 
 ENVIRONMENT = "KVSCOPE_OBJECTIVES"
-#: How a request can end well, and how it can end badly. An abort is the client's choice and counts as neither.
+#: How a request can end well, and how it can end badly. An abort is the client's choice and `invalid` its mistake: neither counts.
 GOOD_OUTCOMES = ("stop", "length")
 BAD_OUTCOMES = ("error", "rejected", "deadline")
 
@@ -79,7 +79,7 @@ class LatencyObjective(Objective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvailabilityObjective(Objective):
-    """`target` of the requests that end by anything but an abort end well."""
+    """`target` of the requests that end well or badly end well; an abort and what cannot be served as asked are the client's and neither."""
 
 
 _DEFAULTS: tuple[Objective, ...] = (

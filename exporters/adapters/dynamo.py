@@ -5,7 +5,7 @@ from __future__ import annotations
 from exporters.adapters.capability import partial
 from exporters.adapters.table import Adapter, Feed, Histogram, Latency, Level, Rate, Rename, Series, Share, Split
 
-_REFUSED = "overload|validation|not_found|not_implemented"
+_INVALID = "validation|not_found|not_implemented"
 _requests = "frontend_requests_total"
 
 ADAPTER = Adapter(
@@ -26,8 +26,9 @@ ADAPTER = Adapter(
                 "outcome",
                 (
                     ("abort", Rate((Series(_requests, 'error_type="cancelled"'),))),
-                    ("rejected", Rate((Series(_requests, f'error_type=~"{_REFUSED}"'),))),
-                    ("error", Rate((Series(_requests, f'status="error",error_type!~"cancelled|{_REFUSED}"'),))),
+                    ("rejected", Rate((Series(_requests, 'error_type="overload"'),))),
+                    ("invalid", Rate((Series(_requests, f'error_type=~"{_INVALID}"'),))),
+                    ("error", Rate((Series(_requests, f'status="error",error_type!~"cancelled|overload|{_INVALID}"'),))),
                 ),
             ),
             partial("of served requests it is not exported whether they stopped or reached their length"),

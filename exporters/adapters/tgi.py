@@ -19,7 +19,8 @@ ADAPTER = Adapter(
             Split(
                 "outcome",
                 (
-                    ("rejected", Rate((Series("request_failure", 'err=~"overloaded|validation"'),))),
+                    ("rejected", Rate((Series("request_failure", 'err="overloaded"'),))),
+                    ("invalid", Rate((Series("request_failure", 'err="validation"'),))),
                     ("error", Rate((Series("request_failure", 'err!~"overloaded|validation"'),))),
                 ),
             ),

@@ -40,7 +40,7 @@ COLOURS: dict[str, str] = {
     catalog.ALLOCATABLE: GREY,
     **dict(zip(catalog.LAYOUTS, (BLUE, ORANGE, GREEN), strict=True)),
     "P50": STEEL, "P90": BLUE, "P99": ORANGE,
-    "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK, "deadline": VIOLET,
+    "stop": BLUE, "length": GREEN, "abort": OCHRE, "error": RED, "rejected": PINK, "deadline": VIOLET, "invalid": OLIVE,
     "internal": BLUE, "external": ORANGE,
 }  # fmt: skip
 OBJECTIVE_LINE = RED

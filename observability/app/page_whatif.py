@@ -256,7 +256,7 @@ def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
     sides = {side: answer[side] for side in SIDES}
     p99 = {side: (each["latency"][objective.name] or {}).get("p99") for side, each in sides.items()}
     if any(value is None for value in p99.values()):
-        return Content(absent="One of the sides served no request: look at what was rejected.")
+        return Content(absent="One of the sides served no request: look at what was refused.")
     over = {side: each["over"][objective.name] for side, each in sides.items()}
     ratio = p99["after"] / p99["before"] if p99["before"] else 1.0
     change = (
@@ -334,7 +334,7 @@ def figures(answer: Mapping[str, Any]) -> Content:
         return {side: answer[side][field] for side in SIDES}
 
     listed = [
-        row("Requests served", "requests", each("served")), row("Requests rejected", "requests", each("rejected")),
+        row("Requests served", "requests", each("served")), row("Requests refused", "requests", each("refused")),
         row("Tokens a second, all replicas", "tokens/s", each("tokens_per_second")), row("Until the last request ended", "seconds", each("duration_seconds")),
         row("Room of a replica's KV pool", "tokens", each("kv_tokens")), row("KV pool held, mean", "ratio", each("kv_usage_mean")),
         row("KV pool held, most", "ratio", each("kv_usage_max")), row("KV hit rate", "ratio", each("hit_rate")),

@@ -87,7 +87,7 @@ def replay(
         int | None,
         typer.Option(
             min=1,
-            help="Longest prompt plus output; longer prompts are rejected. Default: the model's context, at most 131072 with --gpu, which admits the recorded traces.",
+            help="Longest prompt plus output; longer prompts are refused. Default: the model's context, at most 131072 with --gpu, which admits the recorded traces.",
             rich_help_panel=_ENGINE,
         ),
     ] = None,

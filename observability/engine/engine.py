@@ -92,7 +92,7 @@ class Engine:
         """Queues `request`, which has arrived (`arrival` is now or earlier).
 
         Raises RequestError when it can never be served, QueueFullError when max_queued requests wait already, and ServiceError after
-        close(); telemetry then counts it as rejected. max_tokens is cut to what max_model_len leaves.
+        close(); telemetry then counts it by the error's outcome. max_tokens is cut to what max_model_len leaves.
         """
         self.telemetry.received(request.request_class, request.tenant)
         try:
@@ -107,8 +107,8 @@ class Engine:
                     )
                 request.limit = min(request.params.max_tokens, self.config.max_model_len - request.prompt_len)
                 self._inbox.append(request)
-        except KvscopeError:
-            self.telemetry.rejected(request.request_class, request.tenant)
+        except KvscopeError as error:
+            self.telemetry.refused(request.request_class, error.outcome, request.tenant)
             raise
         self.work.set()
 
@@ -263,7 +263,7 @@ class Engine:
         `serial` submits each one when the one before has ended, and sets its arrival to that moment. `on_tick(now)` is called
         at the first step end (or idle moment) at or past each multiple of `tick_seconds` since the start, with gauges just published;
         they are then published at ticks and at the end only.
-        A request that is refused gets outcome "rejected" and the reason as its error.
+        A request that is refused gets the outcome of the error ("rejected", "invalid") and the reason as its error.
         """
         if not self._clock.virtual:
             raise ConfigError("run() drives virtual time.", next_step="Use loop.EngineThread in real time.")
@@ -317,7 +317,7 @@ class Engine:
         try:
             self.add(request)
         except KvscopeError as error:
-            request.outcome, request.error = "rejected", str(error)
+            request.outcome, request.error = error.outcome, str(error)
 
     def _pick_up(self) -> None:
         """Takes in what other threads left: new requests, then aborts, so that an abort finds its request."""

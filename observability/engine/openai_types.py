@@ -38,6 +38,7 @@ class ApiError(KvscopeError):
         super().__init__(reason, next_step=next_step)
         self.status, self.type, self.param, self.code = status, type, param, code
         self.headers = dict(headers or {})
+        self.outcome = "rejected" if status == 429 or status >= 500 else "invalid"
 
     def body(self) -> dict[str, Any]:
         message = f"{self.reason} {self.next_step}".rstrip()

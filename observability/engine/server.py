@@ -240,7 +240,7 @@ class Service:
             # It never reaches Engine.add(), which counts all others.
             named = wire.tenant_name(request.headers.get("x-tenant"))
             self._telemetry.received(request_class, named)
-            self._telemetry.rejected(request_class, named)
+            self._telemetry.refused(request_class, error.outcome, named)
             if call is not None:
                 call.start("", request_class, received).refused(wire.error_code(error), str(error))
             raise

@@ -33,7 +33,6 @@ _KV_MOVE, _DEQUANT = c.COMPONENTS.index("kv_move"), c.COMPONENTS.index("dequant"
 _NEVER_IDLE = np.array([[s != "queued" and x == "idle" for x in c.COMPONENTS] for s in c.STATES])
 #: KV that is stored as computed: nothing is dequantized.
 _EXACT_KV = ("auto", "float32", "bfloat16", "float16")
-_REJECTED = c.OUTCOMES.index("rejected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class Cells(StepClock):
         # Written by the threads that submit; they share a lock that neither the engine nor a scrape takes.
         self._front = Lock()
         self._received = [0.0] * classes
-        self._rejected = [0.0] * classes
+        self._refused = [0.0] * (classes * len(c.OUTCOMES))
         self._folds = [0.0] * 4  # class, outcome, layer_group, tenant
         # Written by the engine's thread.
         self._ended = [0.0] * (classes * len(c.OUTCOMES))
@@ -284,10 +283,7 @@ class Cells(StepClock):
         yield counters(c.LABEL_FOLDS, [("class",), ("outcome",), ("layer_group",), ("tenant",)], self._folds)
 
     def _read_ended(self) -> list[float]:
-        ended = self._ended.copy()
-        for i, count in enumerate(self._rejected):
-            ended[i * len(c.OUTCOMES) + _REJECTED] += count
-        return ended
+        return [ended + refused for ended, refused in zip(self._ended, self._refused, strict=True)]
 
     def _read_tail_seconds(self) -> list[float]:
         # From the highest bound down, so that each sum adds the same non-decreasing terms in the same order: monotone.

@@ -1,6 +1,6 @@
 """Telemetry: the object that the engine tells what it does. Plain lists, no locks, no label dictionaries, no exceptions.
 
-A request goes received -> arrive -> transition ... tokens -> finish. Everything but `received` and `rejected` is called on
+A request goes received -> arrive -> transition ... tokens -> finish. Everything but `received` and `refused` is called on
 the engine's thread; `snapshot` and `values` may be called from any thread at any time. They take no lock: a reading costs the
 engine no more than the interpreter's thread switches.
 """
@@ -109,12 +109,13 @@ class Telemetry(Cells):
                 self._folds[3] += self._tenants.admit(tenant)[1]
 
     @_guarded
-    def rejected(self, request_class: str, tenant: str = "") -> None:
-        """A received request was refused before it was queued: it ends here."""
+    def refused(self, request_class: str, outcome: str, tenant: str = "") -> None:
+        """A received request was refused before it was queued: it ends here, as `rejected` or `invalid`."""
+        index = _OUTCOME_INDEX[outcome]
         with self._front:
-            self._rejected[_CLASS_INDEX.get(request_class, _STANDARD)] += 1
+            self._refused[_CLASS_INDEX.get(request_class, _STANDARD) * len(c.OUTCOMES) + index] += 1
             if (known := self._tenants.find(tenant)) is not None:
-                known.has_been_rejected()
+                known.has_been_refused(index)
 
     def _fold_class(self, request_class: str) -> int:
         index = _CLASS_INDEX.get(request_class)

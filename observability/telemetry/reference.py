@@ -77,7 +77,7 @@ Every family that kvscope exports, made from `observability/catalog.py` by
 `python -m observability.telemetry.reference > docs/metrics.md`. Do not edit this page.
 
 Counters and histograms exist from the start with 0 for every label value that can occur; the latency histograms of a class, and all of a
-tenant, from its first request on; a tenant's `error`, `rejected` and `deadline` once some tenant had one. A series that has no source is
+tenant, from its first request on; a tenant's `error`, `rejected`, `deadline` and `invalid` once some tenant had one. A series that has no source is
 absent, never 0: states `preempted` and `swapped`, tier `host` and layout `compressed` until they occur, quantization
 families unless KV is stored quantized, pools that an engine does not have, and capacity, free blocks, address regions and
 residency of an unbounded pool.

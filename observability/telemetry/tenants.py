@@ -16,7 +16,6 @@ from observability.telemetry.snapshot import Block, Histograms, counters
 OTHER = "other"
 DEFAULT_MAX_TENANTS = 20
 MAX_TENANT_LABEL = 64
-_REJECTED = c.OUTCOMES.index("rejected")
 
 
 def tenant_label(name: str) -> str:
@@ -28,15 +27,15 @@ def tenant_label(name: str) -> str:
 
 
 class Tenant:
-    """Numbers of one tenant, or of all that share `other`. `rejected` is written by threads that submit, the rest by the engine's."""
+    """Numbers of one tenant, or of all that share `other`. `refused` is written by threads that submit, the rest by the engine's."""
 
-    __slots__ = ("_outcomes", "ended", "name", "rejected", "tokens", "ttft")
+    __slots__ = ("_outcomes", "ended", "name", "refused", "tokens", "ttft")
 
     def __init__(self, model: str, name: str, outcomes: list[bool]) -> None:
         self._outcomes = outcomes
         self.name = name
         self.ended = [0.0] * len(c.OUTCOMES)
-        self.rejected = 0.0
+        self.refused = [0.0] * len(c.OUTCOMES)
         self.tokens = [0.0, 0.0]  # by TENANT_TOKEN_KINDS
         self.ttft = Histograms(c.TENANT_TTFT, [(model, name)])
 
@@ -57,14 +56,14 @@ class Tenant:
         self._outcomes[outcome] = True
         self.ended[outcome] += 1
 
-    def has_been_rejected(self) -> None:
-        self._outcomes[_REJECTED] = True
-        self.rejected += 1
+    def has_been_refused(self, outcome: int) -> None:
+        """A request was refused before it was queued (index in OUTCOMES)."""
+        self._outcomes[outcome] = True
+        self.refused[outcome] += 1
 
     def _read_ended(self) -> list[float]:
-        ended = self.ended.copy()
-        ended[_REJECTED] += self.rejected
-        return [count if used else nan for count, used in zip(ended, self._outcomes, strict=True)]
+        counts = zip(self.ended, self.refused, self._outcomes, strict=True)
+        return [ended + refused if used else nan for ended, refused, used in counts]
 
 
 class Tenants:

@@ -165,7 +165,7 @@ def replay_in_process(
     """Serves `requests` on the engine and returns exact figures; `describe` joins the settings in the result.
 
     Every request generates exactly as many tokens as the load says, as far as max_model_len leaves room. Prompts that do not fit
-    max_model_len are counted as rejected. `on_end` is called with the number of requests that ended so far. Raises ConfigError
+    max_model_len are counted as invalid. `on_end` is called with the number of requests that ended so far. Raises ConfigError
     when the target's settings contradict each other or its hardware, ModelError when a real model cannot be loaded.
     """
     return replay_measured(requests, target, describe=describe, on_end=on_end)[0]
@@ -320,7 +320,7 @@ def _replay_real(
             try:
                 engine.add(pending)
             except KvscopeError as error:
-                pending.outcome, pending.error = "rejected", error.reason
+                pending.outcome, pending.error = error.outcome, error.reason
             pending = next(source, None)
         if not engine.step() and pending is not None and not target.serial:
             time.sleep(min(max(pending.arrival - clock.now(), 0.0), _REAL_POLL_SECONDS))
@@ -336,7 +336,7 @@ class _Feed:
     ) -> None:
         self.sent = 0
         self.reasons: Counter[str] = Counter()
-        self.rejected = 0
+        self.refused: Counter[str] = Counter()  # by outcome
         self.shortened = 0
         self._config, self._telemetry, self._on_end = config, telemetry, on_end
         self._last: Request | None = None
@@ -344,7 +344,7 @@ class _Feed:
 
     def _ended(self) -> None:
         if self._on_end is not None:
-            self._on_end(len(self._telemetry.records) + self.rejected)
+            self._on_end(len(self._telemetry.records) + self.refused.total())
 
     def read(
         self,
@@ -367,8 +367,8 @@ class _Feed:
     def check_last(self) -> None:
         """Counts the request handed out last if the engine refused it."""
         last, self._last = self._last, None
-        if last is not None and last.outcome == "rejected":
-            self.rejected += 1
+        if last is not None and last.outcome in catalog.REFUSED_OUTCOMES:
+            self.refused[last.outcome] += 1
             if last.prompt_len >= self._config.max_model_len:
                 reason = f"prompt does not fit max_model_len = {self._config.max_model_len}"
             else:
@@ -395,15 +395,15 @@ def _result(
     records = telemetry.records
     served = [r for r in records if r.outcome in SERVED]
     outcomes = Counter(r.outcome for r in records)
-    outcomes["rejected"] += feed.rejected
-    outcomes["lost"] = feed.sent - len(records) - feed.rejected
+    outcomes += feed.refused
+    outcomes["lost"] = feed.sent - len(records) - feed.refused.total()
     virtual = engine.executor.clock.virtual
     notes = []
     if isinstance(engine.executor, VirtualExecutor):
         notes.append(f"Simulated: times are worked out from {engine.executor.times.source}; no model was run.")
-    if feed.rejected:
+    if feed.refused:
         notes.append(
-            f"{feed.rejected:,} of {feed.sent:,} requests were rejected; they are in no latency and no hit rate."
+            f"{feed.refused.total():,} of {feed.sent:,} requests were refused; they are in no latency and no hit rate."
         )
     if feed.shortened:
         notes.append(f"{feed.shortened:,} answers were cut short by max_model_len = {engine.config.max_model_len:,}.")

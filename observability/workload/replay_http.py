@@ -186,8 +186,7 @@ async def _complete(
         async with client.stream("POST", f"{settings.base}/completions", json=body) as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")
-                refused = answer.status_code in (400, 413, 422, 429, 503)
-                raise _Failed("rejected" if refused else "error", f"HTTP {answer.status_code}: {_message(text)}")
+                raise _Failed(_refusal(answer.status_code), f"HTTP {answer.status_code}: {_message(text)}")
             finish = await _read_stream(answer, record, started)
         record.outcome = finish if finish in SERVED else "lost"
         record.reason = "" if finish in SERVED else f"stream ended with finish_reason {finish!r}"
@@ -195,6 +194,13 @@ async def _complete(
         record.outcome, record.reason = failed.outcome, failed.reason
     except httpx.HTTPError as error:
         record.outcome, record.reason = "lost", _name(error)
+
+
+def _refusal(status: int) -> str:
+    """Outcome of a request that was answered with `status`, in the terms of catalog.OUTCOMES."""
+    if status in (429, 503):
+        return "rejected"
+    return "invalid" if 400 <= status < 500 else "error"
 
 
 async def _read_stream(answer: httpx.Response, record: _Sent, started: float) -> str | None:

@@ -74,7 +74,7 @@ class ReplayResult:
     settings: dict[str, Any]
     requests: int  # sent
     outcomes: dict[str, int]  # by catalog.OUTCOMES, and `lost`: sent, and no end was seen
-    reasons: dict[str, int]  # why requests were rejected, failed or lost, most frequent first
+    reasons: dict[str, int]  # why requests were refused, failed or lost, most frequent first
     duration_seconds: float  # from the first arrival to the last end, on the replay's clock
     wall_seconds: float
     prompt_tokens: int | None  # of served requests

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from observability.catalog import REFUSED_OUTCOMES
 from observability.errors import ConfigError, KvscopeError
 from observability.objectives import LATENCY_OBJECTIVES
 from observability.telemetry.recorder import RequestRecord
@@ -90,7 +91,7 @@ class Side:
 
     requests: int
     served: int
-    rejected: int
+    refused: int
     reasons: dict[str, int]
     duration_seconds: float
     latency: dict[str, Summary | None]
@@ -240,7 +241,7 @@ def _side(
         for reason, count in result.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + count
     return Side(
-        requests=requests, served=len(served), rejected=sum(result.outcomes["rejected"] for result, _ in results), reasons=reasons,
+        requests=requests, served=len(served), refused=sum(result.outcomes[name] for result, _ in results for name in REFUSED_OUTCOMES), reasons=reasons,
         duration_seconds=duration,
         latency={name: summarize(values[name], weights.get(name)) for name in values},
         percentiles={name: _percentiles(values[name], weights.get(name)) for name in values},

@@ -211,7 +211,7 @@ def test_the_page_replays_shows_both_sides_and_a_link_shows_a_colleague_the_same
     text = browser.text()
     assert "Simulated: virtual time, no model was run." in text
     assert "120 requests at" in text
-    assert "Requests rejected" in text
+    assert "Requests refused" in text
     assert browser.count(".placeholder, [data-testid=stException], .banner.error") == 0
     assert browser.overflow()[0] <= 0
     time.sleep(0.7)

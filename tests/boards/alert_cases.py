@@ -85,6 +85,7 @@ def _burns(objective: str) -> Iterator[AlertCase]:
                 Course(f'kvscope_requests_total{{{MC},instance="a:1",outcome="stop"}}', "counter", 10, 9.5, 0),
                 Course(f'kvscope_requests_total{{{MC},instance="a:1",outcome="error"}}', "counter", None, 0.5, few),
                 Course(f'kvscope_requests_total{{{MC},instance="a:1",outcome="abort"}}', "counter", 5, 5, 0),
+                Course(f'kvscope_requests_total{{{MC},instance="a:1",outcome="invalid"}}', "counter", 5, 5, 0),
             )
             what = "too many of the standard requests to m failed, were refused or ran out of time"
         yield AlertCase(

@@ -372,7 +372,8 @@ def test_prompts_that_cannot_be_served_are_refused_and_counted(prompt, param, re
     with pytest.raises(RequestError, match=reason) as caught:
         engine.add(make_request(prompt))
     assert caught.value.param == param
-    assert value(engine, "kvscope_requests", outcome="rejected") == 1
+    assert value(engine, "kvscope_requests", outcome="invalid") == 1
+    assert value(engine, "kvscope_requests", outcome="rejected") == 0
     assert not engine.step()
     assert_idle_and_whole(engine)
 

@@ -69,10 +69,11 @@ def test_what_is_refused_is_marked_and_the_others_go_on():
     engine = make_engine(TimedExecutor(), max_queued=1, max_num_seqs=1)
     requests = [make_request(PromptSpan(n, (1,)), 4, arrival=0.0) for n in (8, 500, 8)]
     engine.run(iter(requests))
-    assert [r.outcome for r in requests] == ["length", "rejected", "rejected"]
+    assert [r.outcome for r in requests] == ["length", "invalid", "rejected"]
     assert "500 tokens" in requests[1].error
     assert "queue is full" in requests[2].error
-    assert value(engine, "kvscope_requests", outcome="rejected") == 2
+    assert value(engine, "kvscope_requests", outcome="rejected") == 1
+    assert value(engine, "kvscope_requests", outcome="invalid") == 1
 
 
 # -- a recorded trace --------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_kvscopes_families_arrive_as_a_scrape_would_show_them(pushed: Any) -> No
     requests = {tuple(values(p.attributes).values())[2]: 0 for p in got["kvscope_requests"].sum.data_points}
     for point in got["kvscope_requests"].sum.data_points:
         requests[values(point.attributes)["outcome"]] += int(point.as_double)
-    outcomes = [record.outcome for record in server.records] + ["rejected"]
+    outcomes = [record.outcome for record in server.records] + ["invalid"]
     assert requests == {outcome: outcomes.count(outcome) for outcome in c.OUTCOMES}
 
 

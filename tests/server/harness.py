@@ -17,7 +17,7 @@ from opentelemetry.trace import TracerProvider
 
 from exporters.otlp import Otlp
 from exporters.prometheus import metrics_app
-from observability.catalog import OUTCOMES
+from observability.catalog import OUTCOMES, REFUSED_OUTCOMES
 from observability.engine.clock import MonotonicClock
 from observability.engine.engine import Engine
 from observability.engine.executor.torch_executor import TorchExecutor
@@ -110,7 +110,7 @@ class RunningServer:
         assert kv.active == 0
         assert kv.free + kv.evictable == kv.capacity_blocks
         self.engine.check_integrity()
-        assert len(self.records) == sum(n for outcome, n in books.ended.items() if outcome != "rejected")
+        assert len(self.records) == sum(n for outcome, n in books.ended.items() if outcome not in REFUSED_OUTCOMES)
         assert len({record.request_id for record in self.records}) == len(self.records)
         assert books.generation_tokens == sum(record.generated_tokens for record in self.records)
         assert books.prompt_tokens == sum(r.prompt_tokens for r in self.records if r.first_token is not None)

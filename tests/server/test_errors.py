@@ -190,15 +190,22 @@ def test_a_body_that_is_no_json_by_its_type_is_415(http: httpx.Client, server: R
         error_of(answer)
 
 
-def test_a_refused_request_is_received_and_rejected_once(http: httpx.Client, server: RunningServer) -> None:
+def test_what_cannot_be_served_as_asked_is_received_and_invalid_once_and_never_rejected(
+    http: httpx.Client, server: RunningServer
+) -> None:
+    """The queue had room for each of them: they say nothing of how available the server is."""
     before = server.check_books()
     http.post(server.url + "/v1/completions", json=COMPLETION | {"temperature": 9})
     http.post(server.url + "/v1/completions", json=COMPLETION | {"model": "other"})
     raw_post(http, server, b"{")
     http.post(server.url + "/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
+    http.post(server.url + "/v1/completions", json=COMPLETION | {"n": 3})
+    http.post(server.url + "/v1/completions", json=COMPLETION | {"prompt": []})
+    http.post(server.url + "/v1/completions", json=COMPLETION | {"prompt": "x" * 100_000})
     after = server.check_books()
-    assert after.received - before.received == 4
-    assert after.ended["rejected"] - before.ended["rejected"] == 4
+    assert after.received - before.received == 7
+    assert after.ended["invalid"] - before.ended["invalid"] == 7
+    assert after.ended["rejected"] == before.ended["rejected"]
 
 
 # -- bodies ---------------------------------------------------------------------------------------------------------
@@ -282,7 +289,7 @@ def test_a_body_over_the_limit_is_413_whether_announced_or_chunked(http: httpx.C
             assert answer.status_code == 413
             assert error_of(answer)["code"] == "body_too_large"
         assert raw_post(http, server, json.dumps(COMPLETION).encode()).status_code == 200
-        assert server.check_books().ended["rejected"] == 2
+        assert server.check_books().ended["invalid"] == 2
 
 
 def test_a_body_that_never_comes_is_408(http: httpx.Client, tiny: LoadedModel) -> None:

@@ -403,4 +403,4 @@ def test_every_state_and_outcome_has_its_name() -> None:
     from observability.telemetry import tracing
 
     assert len(tracing._ENTERED) == len(tracing._PHASE) == len(catalog.STATES)
-    assert {*tracing.ERROR_TYPES, *tracing._SERVED, "rejected"} == set(catalog.OUTCOMES)
+    assert {*tracing.ERROR_TYPES, *tracing._SERVED, *catalog.REFUSED_OUTCOMES} == set(catalog.OUTCOMES)

@@ -346,8 +346,9 @@ def test_counters_reconcile_with_the_records_of_requests() -> None:  # QA4
     """Clients leave in the queue, in prefill and in decode: what came in ended or is still here, token for token."""
     b = Bench()
     traces = [b.submit(request_class=c.CLASSES[i % 3], prompt=100 + i) for i in range(30)]
-    b.t.received("standard")
-    b.t.rejected("standard")
+    for outcome in ("rejected", "invalid", "invalid"):
+        b.t.received("standard")
+        b.t.refused("standard", outcome)
     for i, trace in enumerate(traces):
         b.spend("schedule", 0.01)
         if i % 5 == 0:
@@ -379,6 +380,7 @@ def test_counters_reconcile_with_the_records_of_requests() -> None:  # QA4
     still = [t for t in traces if t.outcome is None]
     assert total(b.t, "kvscope_requests_total", outcome="abort") == sum(r.outcome == "abort" for r in records) == 18
     assert total(b.t, "kvscope_requests_total", outcome="rejected") == 1
+    assert total(b.t, "kvscope_requests_total", outcome="invalid") == 2
     reached = [r.prompt_tokens for r in records if r.first_token is not None] + [t.prompt_tokens for t in still]
     assert total(b.t, "kvscope_prompt_tokens_total") == sum(reached)
     generated = sum(r.generated_tokens for r in records) + sum(t.generated for t in still)

@@ -203,9 +203,9 @@ def test_models_tenants_and_classes_that_clients_make_up_reach_no_label_through_
         assert tenants == {"acme", *(f"tenant-{i}" for i in range(DEFAULT_MAX_TENANTS - 1)), "other"}
         assert series_of(server.telemetry) == before + DEFAULT_MAX_TENANTS * per_tenant() + (
             DEFAULT_MAX_TENANTS + 1
-        )  # one was rejected
+        )  # one was invalid
         refused = [
-            s.value for s in samples if s.name == "kvscope_tenant_requests_total" and s.labels["outcome"] == "rejected"
+            s.value for s in samples if s.name == "kvscope_tenant_requests_total" and s.labels["outcome"] == "invalid"
         ]
         assert sum(refused) == 44, "each but the one without a tenant"
         assert value(server.telemetry, "kvscope_label_folds_total", label="tenant") == 26

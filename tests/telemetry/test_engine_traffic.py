@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from observability.engine.executor.torch_executor import TorchExecutor  # noqa: 
 from observability.engine.model.costs import MODELS  # noqa: E402
 from observability.engine.model.loading import load_model  # noqa: E402
 from observability.engine.types import EngineConfig, PromptSpan, Request, SamplingParams  # noqa: E402
-from observability.errors import KvscopeError  # noqa: E402
+from observability.errors import QueueFullError, RequestError  # noqa: E402
 
 #: Families that must not move in a healthy run, or are constant by nature, or are those of foreign engines.
 CONSTANT = {
@@ -72,7 +72,7 @@ class Traffic:
         self.engine = Engine(config, TorchExecutor(load_model("tiny"), config, self.t, clock=clock), self.t)
         self.seen: dict[str, set[float]] = defaultdict(set)
         self.requests: list[Request] = []
-        self.refused = 0
+        self.refused: Counter[str] = Counter()  # by outcome
         self.unaccounted: set[float] = set()  # received - ended - running - waiting, after each step
 
     def run(self) -> None:
@@ -89,6 +89,7 @@ class Traffic:
         self.add(
             Request("odd", shared, SamplingParams(), request_class="vip", arrival=self.engine.executor.clock.now())
         )
+        self.add(Request("full", shared, SamplingParams(), arrival=self.engine.executor.clock.now()))
         self.add(Request("long", shared * 9, SamplingParams(), arrival=self.engine.executor.clock.now()))
         steps = 0
         while self.engine.step():
@@ -115,8 +116,10 @@ class Traffic:
         try:
             self.engine.add(request)
             self.requests.append(request)
-        except KvscopeError:
-            self.refused += 1
+        except QueueFullError:
+            self.refused["rejected"] += 1
+        except RequestError:
+            self.refused["invalid"] += 1
 
     def observe(self) -> None:
         for family, rows in self.t.snapshot():
@@ -153,9 +156,10 @@ def test_what_was_received_has_ended(traffic: Traffic) -> None:
     assert (
         total(t, "kvscope_requests_received_total")
         == total(t, "kvscope_requests_total")
-        == len(traffic.requests) + traffic.refused
+        == len(traffic.requests) + traffic.refused.total()
     )
-    assert total(t, "kvscope_requests_total", outcome="rejected") == traffic.refused >= 2
+    for outcome in c.REFUSED_OUTCOMES:
+        assert total(t, "kvscope_requests_total", outcome=outcome) == traffic.refused[outcome] >= 1
     outcomes = [r.outcome for r in traffic.requests]
     for outcome in ("stop", "length", "abort", "error"):
         assert total(t, "kvscope_requests_total", outcome=outcome) == outcomes.count(outcome)

@@ -33,7 +33,7 @@ def test_a_tenant_has_the_outcomes_first_tokens_and_tokens_of_its_requests_and_n
     gone = b.submit(tenant="acme", prompt=5)
     b.t.finish(gone, "abort", b.clock.now)
     name = "kvscope_tenant_requests_total"
-    absent = [math.nan] * 3  # outcomes that no tenant had
+    absent = [math.nan] * 4  # outcomes that no tenant had
     assert [value(b.t, name, tenant="acme", outcome=o) for o in c.OUTCOMES] == pytest.approx(
         [0, 2, 1, *absent], nan_ok=True
     )
@@ -73,7 +73,7 @@ def test_tenants_can_be_switched_off() -> None:
     b = Bench(max_tenants=0)
     b.serve(b.submit(tenant="acme"))
     b.t.received("standard", "acme")
-    b.t.rejected("standard", "acme")
+    b.t.refused("standard", "rejected", "acme")
     assert tenants_of(b) == []
     assert value(b.t, "kvscope_label_folds_total", label="tenant") == 0
 
@@ -82,9 +82,12 @@ def test_a_tenant_whose_requests_were_all_refused_shows_with_the_next_gauges() -
     b = Bench()
     for _ in range(3):
         b.t.received("standard", "acme")
-        b.t.rejected("standard", "acme")
+        b.t.refused("standard", "rejected", "acme")
     b.t.publish(kv_state(), [0, 0, 0], [0, 0, 0])
+    b.t.received("standard", "acme")
+    b.t.refused("standard", "invalid", "acme")
     assert value(b.t, "kvscope_tenant_requests_total", tenant="acme", outcome="rejected") == 3
+    assert value(b.t, "kvscope_tenant_requests_total", tenant="acme", outcome="invalid") == 1
     assert total(b.t, "kvscope_tenant_tokens_total") == 0
 
 
@@ -124,7 +127,7 @@ def test_threads_that_submit_at_once_lose_no_request_of_a_tenant() -> None:
     def submit(offset: int) -> None:
         for i in range(3000):
             b.t.received("standard", f"t{(i + offset) % 12}")
-            b.t.rejected("standard", f"t{(i + offset) % 12}")
+            b.t.refused("standard", "rejected", f"t{(i + offset) % 12}")
 
     threads = [threading.Thread(target=submit, args=(k,)) for k in range(4)]
     for thread in threads:
@@ -145,7 +148,7 @@ def test_a_name_of_spaces_is_no_tenant_even_when_others_share_a_series() -> None
     b = Bench(max_tenants=1)
     for tenant in ("acme", "zeta", " ", "\t"):
         b.serve(b.submit(tenant=tenant))
-        b.t.rejected("standard", tenant)
+        b.t.refused("standard", "rejected", tenant)
     name = "kvscope_tenant_requests_total"
     assert tenants_of(b) == ["acme", "other"]
     assert [value(b.t, name, tenant="other", outcome=o) for o in ("length", "rejected")] == [1, 1]

@@ -137,14 +137,14 @@ def test_the_same_load_gives_the_same_result(trace: Path) -> None:
     assert one == other
 
 
-def test_prompts_longer_than_the_context_are_counted_as_rejected_and_said(trace: Path) -> None:
+def test_prompts_longer_than_the_context_are_counted_as_invalid_and_said(trace: Path) -> None:
     result = replay_in_process(read_trace(trace, limit=300), InProcess(max_model_len=8192))
     lengths = [tokens for tokens, _ in mooncake_prompts(trace, 300)]
     too_long = sum(tokens > 8191 for tokens in lengths)
-    assert 0 < too_long == result.outcomes["rejected"]
+    assert 0 < too_long == result.outcomes["invalid"]
     assert sum(result.outcomes.values()) == result.requests == 300
     assert result.reasons == {"prompt does not fit max_model_len = 8192": too_long}
-    assert any(f"{too_long:,} of 300 requests were rejected" in note for note in result.notes)
+    assert any(f"{too_long:,} of 300 requests were refused" in note for note in result.notes)
     assert result.kv.queried_tokens == sum(tokens for tokens in lengths if tokens <= 8191)
 
 

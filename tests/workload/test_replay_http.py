@@ -127,7 +127,16 @@ def test_latencies_tokens_and_hits_are_what_the_server_gave() -> None:
     with serving(script) as url:
         result = replay_http(load(4, every=0.1), HttpSettings(url))
     assert result.clock == "real"
-    assert result.outcomes == {"stop": 0, "length": 4, "abort": 0, "error": 0, "rejected": 0, "deadline": 0, "lost": 0}
+    assert result.outcomes == {
+        "stop": 0,
+        "length": 4,
+        "abort": 0,
+        "error": 0,
+        "rejected": 0,
+        "deadline": 0,
+        "invalid": 0,
+        "lost": 0,
+    }
     ttft, total, itl = (
         result.latency[k] for k in ("time_to_first_token_seconds", "end_to_end_seconds", "inter_token_seconds")
     )
@@ -156,7 +165,16 @@ def test_every_failure_is_counted_by_kind_with_its_reason() -> None:
     kinds = ["ok", "busy", "refuse", "cut", "error", "fail", "ok"]
     with serving(Script(by_number=lambda n: kinds[n])) as url:
         result = replay_http(load(7), HttpSettings(url, serial=True))
-    assert result.outcomes == {"stop": 0, "length": 2, "abort": 0, "error": 2, "rejected": 2, "deadline": 0, "lost": 1}
+    assert result.outcomes == {
+        "stop": 0,
+        "length": 2,
+        "abort": 0,
+        "error": 2,
+        "rejected": 1,
+        "deadline": 0,
+        "invalid": 1,
+        "lost": 1,
+    }
     assert sum(result.outcomes.values()) == result.requests == 7
     assert result.reasons == {
         "HTTP 429: queue is full": 1,
@@ -272,7 +290,16 @@ def test_the_bundled_server_tells_hits_and_gives_the_recorded_lengths() -> None:
     finally:
         thread.stop()
     # A token a byte here: 3,000 words do not fit 8,192 tokens.
-    assert result.outcomes == {"stop": 0, "length": 6, "abort": 0, "error": 0, "rejected": 1, "deadline": 0, "lost": 0}
+    assert result.outcomes == {
+        "stop": 0,
+        "length": 6,
+        "abort": 0,
+        "error": 0,
+        "rejected": 0,
+        "deadline": 0,
+        "invalid": 1,
+        "lost": 0,
+    }
     [(reason, times)] = result.reasons.items()
     assert reason.startswith("HTTP 400: ")
     assert times == 1
