@@ -81,8 +81,8 @@ _forward = _sum(Rate(c.STEP_SECONDS, _FORWARD))
 RECORDINGS: tuple[Recording, ...] = (
     Recording(KV_USAGE, Ratio(_sum(Gauge(c.KV_BLOCKS, {"state": "active"})), _capacity, _MI).promql()),
     Recording(WAITING, _sum(Gauge(c.REQUESTS_WAITING)).promql()),
-    # min: of several sources in one exporter the one that stopped longest ago counts
-    Recording(AGE, f"time() - {Aggregate('min', Gauge(c.LAST_UPDATE), _MI).promql()}"),
+    # min: of several engines behind one exporter the one that stopped longest ago counts. KV events come only while blocks change.
+    Recording(AGE, f"time() - {Aggregate('min', Gauge(c.LAST_UPDATE, {'source': 'engine'}), _MI).promql()}"),
     Recording(
         FRAGMENTATION,
         OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN)), _sum(Gauge(c.KV_BLOCKS, _ALLOCATABLE)), _MI)).promql(),

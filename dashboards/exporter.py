@@ -15,8 +15,8 @@ def exporter() -> Section:
     written = lines(
         STALE,
         "When did each source last write?",
-        "Seconds since each source last wrote its values. A saw-tooth near 0 is well; a ramp is a frozen engine. The red "
-        f"line is the threshold of {STALE}.",
+        "Seconds since each source last wrote its values. A saw-tooth near 0 is well; a ramp of an engine is a frozen engine. The "
+        f"red line is the threshold of {STALE}. KV events come only while blocks are stored or evicted: their age grows while nothing is asked.",
         "s",
         query(f"time() - {c.LAST_UPDATE.series}{{{OF_INSTANCE}}}", "{{instance}} {{source}}"),
         **limits((o.STALE_AFTER_SECONDS, RED)),

@@ -120,7 +120,7 @@ def well() -> Section:
     age = _stat(
         STALE,
         "Are these numbers fresh?",
-        "Seconds since the source that stopped longest ago last wrote its values, over all instances of the chosen "
+        "Seconds since the engine that stopped longest ago last wrote its values, over all instances of the chosen "
         f"models. Above {o.STALE_AFTER_SECONDS:g} s nothing on this board says anything about now, and {STALE} fires. An "
         "idle engine still writes.",
         f"max({signal(symptoms.AGE)})",

@@ -709,7 +709,8 @@ SOURCE_FAMILY = Family(
 )  # fmt: skip
 LAST_UPDATE = _gauge(
     "kvscope_last_update_timestamp_seconds", "seconds", ("model", "source"),
-    "Unix time at which a source last wrote its values. An idle engine still writes.",
+    "Unix time at which a source last wrote its values. An idle engine still writes; KV events (source kv_events) come only while blocks are "
+    "stored or evicted.",
 )  # fmt: skip
 ANOMALIES_TOTAL = _counter(
     "kvscope_telemetry_anomalies",

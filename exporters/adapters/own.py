@@ -59,8 +59,10 @@ def refused(page: Page) -> Iterator[Finding]:
 
 
 def stale(before: Page, after: Page, now: float | None = None) -> Iterator[Finding]:
-    """Sources whose gauges were last written long ago and not between the two looks either."""
+    """Sources whose gauges were last written long ago and not between the two looks either. KV events that do not come are one only while
+    tokens are computed."""
     now = time.time() if now is None else now
+    computes = _tokens(before) != _tokens(after)
     old, new = (
         {tuple(sorted(s.labels.items())): s.value for s in page.by_name.get(c.LAST_UPDATE.series, ())}
         for page in (before, after)
@@ -68,6 +70,18 @@ def stale(before: Page, after: Page, now: float | None = None) -> Iterator[Findi
     for labels, written in new.items():
         if old.get(labels) == written and now - written > o.STALE_AFTER_SECONDS:
             source = ", ".join(f"{name} {value}" for name, value in labels)
+            if ("source", "kv_events") in labels:
+                if computes:
+                    yield Finding(
+                        "note", "no_kv_events", f"Tokens are computed, and the newest KV event of {source} came {now - written:,.0f} s ago: either every block was stored already, or lifetimes and evictions of blocks end there.",
+                        "Compare kvscope_kv_event_batches_total with vLLM's --kv-events-config, and look for kvscope in its log.",
+                    )  # fmt: skip
+                continue
             yield Finding(
                 "warning", "stale_source", f"The gauges of {source} were last written {now - written:,.0f} s ago.", "Look whether the engine hangs; if it runs, compare the clocks of both machines."
             )  # fmt: skip
+
+
+def _tokens(page: Page) -> float:
+    """Tokens of prompts and answers so far."""
+    return sum(s.value for f in (c.PROMPT_TOKENS, c.GENERATION_TOKENS) for s in page.by_name.get(f.series, ()))

@@ -66,10 +66,10 @@ class Frontend:
         """Whether a request has shown that vLLM calls what is watched."""
         return self._processor is not None
 
-    def idle(self) -> bool:
-        """Whether no request is in flight."""
+    def in_flight(self) -> int:
+        """Requests that came in and have not ended."""
         processor = self._processor() if self._processor is not None else None
-        return not (self.requests if processor is None else processor.request_states)
+        return len(self.requests if processor is None else processor.request_states)
 
     def added(self, processor: Any, request: Any) -> None:
         """vLLM took `request` (its EngineCoreRequest) in. A further chunk of a known request is not a new one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
@@ -15,6 +16,7 @@ from exporters.vllm.capabilities import families
 from exporters.vllm.exposition import Exposition
 from exporters.vllm.frontend import Frontend, install
 from exporters.vllm.recorder import Recorder, Settings
+from exporters.vllm.siblings import Siblings
 from observability import catalog as c
 from observability.telemetry.observed import Source
 
@@ -116,7 +118,8 @@ def _recorder(config: Any, engines: list[int]) -> Recorder:
         outcomes=("stop", "length", *(("abort",) if requests else ()), "error", "rejected"),
         tiers=(c.UNTOLD,) if settings.connector else ("device",),
     )
-    recorder = Recorder(source, settings, engines)
+    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    recorder = Recorder(source, settings, engines, Siblings(Path(shared)) if shared else None)
     holder.append(recorder)
     recorder.follow(events)
     for reader in events.values():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from exporters.vllm import residency
 from exporters.vllm.capabilities import LOOKUPS
 from exporters.vllm.frontend import Frontend, Request
+from exporters.vllm.siblings import Siblings, Told, Word
 from observability import catalog as c
 from observability.telemetry import phases as p
 from observability.telemetry.observed import Gauges, Observed, Source
@@ -27,7 +28,7 @@ _PREFILL, _DECODE, _MIXED = range(len(c.STEP_KINDS))
 #: By name of vllm.v1.engine.FinishReason. A repetition that vLLM detects is an end that the model chose, as stop is.
 _OUTCOMES = {"stop": "stop", "length": "length", "abort": "abort", "error": "error", "repetition": "stop"}
 #: What one label of the front end's own series tells when several engines share it.
-_OF_FRONTEND = (c.REQUESTS_RECEIVED.name, c.REQUESTS.name, *LOOKUPS)
+_OF_FRONTEND = (c.REQUESTS_RECEIVED.name, c.REQUESTS.name, c.ANOMALIES_TOTAL.name, *LOOKUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,15 @@ class Settings:
 class Recorder:
     """What the plug-in does with vLLM's numbers. `observed` holds one recorder by engine index (data-parallel rank)."""
 
-    def __init__(self, source: Source, settings: Settings, engines: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, source: Source, settings: Settings, engines: Sequence[int] = (0,), siblings: Siblings | None = None
+    ) -> None:
         self.settings = settings
+        self._siblings = siblings
+        self._words: dict[int, Word] = {}
         self.observed = {str(index): Observed(source) for index in engines}
         self._by_index = {index: self.observed[str(index)] for index in engines}
+        self._indices = {id(observed): index for index, observed in self._by_index.items()}
         first = next(iter(self.observed.values()))
         self._front = first
         if len(self.observed) > 1:  # nobody tells which engine a request went to before it ends
@@ -159,9 +165,9 @@ class Recorder:
                 observed.anomalies[p.UNREADABLE_FIELD] += 1
             else:
                 active = round(usage * self._usable)
-        observed.gauges = Gauges(
-            observed.wall_clock(), running, waiting + (deferred if isinstance(deferred, int) else 0), active
-        )
+        waiting += deferred if isinstance(deferred, int) else 0
+        observed.gauges = said = Gauges(observed.wall_clock(), running, waiting, active)
+        self._words[self._indices[id(observed)]] = Word(said.unix_time, running + waiting)
         cache = getattr(stats, "prefix_cache_stats", None)
         if cache is not None and getattr(cache, "preempted_requests", None):
             queries, hits = (_number(observed, cache, name) for name in ("preempted_queries", "preempted_hits"))
@@ -276,17 +282,32 @@ class Recorder:
     # -- scrapes ------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """vLLM tells nothing when the last requests are aborted: an idle front end means that nothing runs or waits."""
-        if self.frontend is None or self.settings.several_processes or not self.frontend.idle():
+        """Writes anew what is known of engines that have nothing to do: vLLM tells nothing of these, be it since their last requests were
+        aborted, or while others work. An engine is idle if those that spoke after it have all the requests that are in flight."""
+        if self.frontend is None:
             return
-        for observed in self._by_index.values():
-            kept = observed.gauges
-            if kept is not None and not self.frontend.bound:
-                continue
-            active = kept.active_blocks if self.settings.connector and kept is not None else 0.0
-            if self._usable is None:
-                active = _NAN
-            observed.gauges = Gauges(observed.wall_clock(), 0.0, 0.0, active)
+        told = [Told(self.frontend.in_flight(), self.frontend.bound, dict(self._words))]
+        if self.settings.several_processes:
+            if self._siblings is None:
+                return
+            try:
+                told = self._siblings.exchange(told[0])
+            except Exception:
+                self._fault(self._front, "siblings")
+                return
+        words = {index: max(each.words.get(index, Word()) for each in told) for index in self._by_index}
+        if any(word.time for word in words.values()) and not any(each.bound for each in told):
+            return  # engines speak of requests that no front end shows
+        in_flight, of_later = sum(each.in_flight for each in told), 0.0
+        for index, word in sorted(words.items(), key=lambda item: -item[1].time):
+            if of_later >= in_flight:
+                observed = self._by_index[index]
+                kept = observed.gauges
+                active = kept.active_blocks if self.settings.connector and kept is not None else 0.0
+                if self._usable is None:
+                    active = _NAN
+                observed.gauges = Gauges(observed.wall_clock(), 0.0, 0.0, active)
+            of_later += word.requests
 
 
 _NAN = float("nan")

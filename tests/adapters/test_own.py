@@ -7,7 +7,10 @@ import time
 import pytest
 
 from exporters.adapters.doctor import examine
+from exporters.adapters.endpoint import Answer
 from exporters.adapters.engines import BUNDLED, PLUGIN
+from exporters.adapters.own import stale
+from exporters.adapters.page import parse
 from exporters.prometheus import start_exporter
 from tests.adapters.serving import Server, page_of
 from tests.adapters.test_doctor import finding, reading
@@ -67,3 +70,16 @@ def test_a_source_that_writes_no_more_is_found_and_one_that_writes_is_not(server
     assert "3,6" in finding(look(server, interval=0.05), "stale_source")
     server.pages["/metrics"] = page(written=time.time())
     assert codes(look(server, interval=0.05)) == set()
+
+
+def test_kv_events_that_do_not_come_are_told_while_tokens_are_computed_alone() -> None:
+    now = time.time()
+    events = f'kvscope_last_update_timestamp_seconds{{model="m",source="kv_events"}} {now - 90}\n'
+    tokens = 'kvscope_generation_tokens_total{model="m",class="standard"}'
+    idle, later = (
+        parse(Answer("http://h", page(written=now, more=f"{events}{tokens} {n}\n").encode(), "")) for n in (5, 9)
+    )
+    assert list(stale(idle, idle, now)) == []
+    (told,) = stale(idle, later, now)
+    assert (told.level, told.code) == ("note", "no_kv_events")
+    assert "90 s ago" in told.found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from types import SimpleNamespace as Stats
 from typing import Any
 
 import pytest
 
 from exporters.vllm.frontend import Frontend, Request, install
-from exporters.vllm.recorder import Recorder
-from tests.vllm.harness import finished, iteration, recorder, source, total, values
+from exporters.vllm.recorder import Recorder, Settings
+from exporters.vllm.siblings import Siblings
+from tests.vllm.harness import finished, iteration, recorder, scheduler, source, total, values
 
 
 class World:
@@ -85,8 +88,6 @@ def test_a_request_aborted_after_its_prefill_still_counts_its_lookup() -> None:
 
 
 def test_when_everything_is_aborted_the_gauges_say_idle() -> None:
-    from tests.vllm.harness import scheduler
-
     world = World()
     for i in range(106):
         world.add(str(i))
@@ -97,6 +98,111 @@ def test_when_everything_is_aborted_the_gauges_say_idle() -> None:
     assert found["kvscope_requests_running", "smol", "standard"] == 0
     assert found["kvscope_kv_blocks", "smol", "active"] == 0
     assert found["kvscope_kv_blocks", "smol", "allocatable"] == 100
+
+
+# -- engines that have nothing to do --------------------------------------------------------------------------------------
+
+UPDATED = ("kvscope_last_update_timestamp_seconds", "smol", "engine")
+RUNNING = ("kvscope_requests_running", "smol", "standard")
+
+
+def ranks(now: list[float], siblings: Siblings | None = None, **settings: bool) -> World:
+    """A front end of two data-parallel ranks, by the clock `now`."""
+    r = Recorder(source(), Settings(block_size=16, capacity_blocks=101, **settings), (0, 1), siblings)
+    for observed in r.observed.values():
+        observed.wall_clock = lambda: now[0]
+    return World(r=r)
+
+
+def said(world: World) -> list[tuple[float, float]]:
+    """Time of the last update and requests running, by rank."""
+    return [(found[UPDATED], found[RUNNING]) for name in "01" for found in (values(world.recorder.observed[name]),)]
+
+
+def test_a_vllm_that_nobody_has_asked_yet_stays_fresh() -> None:
+    now = [1000.0]
+    world = ranks(now)
+    for now[0] in (1000.0, 1015.0, 1600.0):
+        assert said(world) == [(now[0], 0), (now[0], 0)]
+
+
+def test_an_idle_rank_stays_fresh_while_another_works() -> None:
+    now = [1000.0]
+    world = ranks(now)
+    world.add("long")
+    world.recorder.record(scheduler(num_running_reqs=0, num_waiting_reqs=0), None, 1)
+    for now[0] in (1000.0, 1100.0, 1300.0):
+        world.recorder.record(scheduler(num_running_reqs=1, num_waiting_reqs=0), None, 0)
+        assert said(world) == [(now[0], 1), (now[0], 0)]
+
+
+def test_a_rank_whose_requests_are_all_aborted_reads_idle_while_another_works() -> None:
+    now = [1000.0]
+    world = ranks(now)
+    for name in ("long", "a", "b"):
+        world.add(name)
+    world.recorder.record(scheduler(num_running_reqs=1, num_waiting_reqs=1), None, 1)
+    world.processor.abort_requests(["a", "b"], True)
+    now[0] = 1060.0
+    world.recorder.record(scheduler(num_running_reqs=1, num_waiting_reqs=0), None, 0)
+    assert said(world) == [(1060, 1), (1060, 0)]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["stopped at its first request", "stopped amid its work"])
+def test_a_rank_that_hangs_grows_old_while_another_works(before: int) -> None:
+    now = [1000.0]
+    world = ranks(now)
+    world.add("lost")
+    world.recorder.record(scheduler(num_running_reqs=before, num_waiting_reqs=0), None, 1)
+    world.add("long")
+    for now[0] in (1001.0, 1100.0, 1300.0):
+        world.recorder.record(scheduler(num_running_reqs=1, num_waiting_reqs=0), None, 0)
+        assert said(world) == [(now[0], 1), (1000, before)]
+
+
+def test_front_ends_in_several_processes_know_whether_all_of_them_are_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exporters.vllm.siblings._EVERY_SECONDS", 0.0)
+    now = [1000.0]
+    monkeypatch.setattr("os.getpid", lambda: 11)
+    a = ranks(now, Siblings(tmp_path), several_processes=True)
+    assert said(a) == [(1000, 0), (1000, 0)], "nobody has asked yet"
+    a.add("short")  # from now on it watches its own processor
+    a.processor.abort_requests(["short"], True)
+    monkeypatch.setattr("os.getpid", lambda: 12)
+    b = ranks(now, Siblings(tmp_path), several_processes=True)
+    assert said(b) == [(1000, 0), (1000, 0)]
+    a.add("long")
+    said(a)
+    for now[0] in (1050.0, 1200.0):  # b has nothing to do, and must not say that the engine of a has nothing to do
+        a.recorder.record(scheduler(num_running_reqs=1, num_waiting_reqs=0), None, 0)
+        assert said(a) == [(now[0], 1), (now[0], 0)]
+        assert said(b)[0] == (1000, 0)
+        assert said(b)[1] == (now[0], 0)
+    now[0] = 1500.0  # the engine of a hangs
+    assert [said(a)[0], said(b)[0]] == [(1200, 1), (1000, 0)]
+    a.processor.abort_requests(["long"], True)
+    said(a)
+    assert said(b) == said(a) == [(1500, 0), (1500, 0)]
+
+
+def test_a_front_end_that_has_ended_keeps_no_engine_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "kvscope-7.json"
+    gone.write_text("[3, true, [[0, [990.0, 3]]]]")
+    world = ranks([1000.0], Siblings(tmp_path), several_processes=True)
+    found = values(world.recorder.observed["0"])
+    assert UPDATED not in found, "its requests are in flight"
+    os.utime(gone, (1000.0, 1000.0))
+    monkeypatch.setattr("exporters.vllm.siblings._EVERY_SECONDS", 0.0)
+    assert said(ranks([1000.0], Siblings(tmp_path), several_processes=True)) == [(1000, 0), (1000, 0)]
+
+
+def test_a_folder_that_cannot_be_written_is_counted_and_raises_nothing(tmp_path: Path) -> None:
+    world = ranks([1000.0], Siblings(tmp_path / "none"), several_processes=True)
+    world.found()
+    front = values(world.recorder.observed["frontend"])
+    assert total(front, "kvscope_telemetry_anomalies_total", "record_error") > 0
 
 
 def test_samples_of_one_prompt_end_one_by_one() -> None:
@@ -133,7 +239,6 @@ def test_preempted_time_is_taken_out_of_the_state_in_which_it_fell() -> None:
 
 def test_priorities_become_classes_and_totals_say_that_theirs_is_unknown() -> None:
     from observability import catalog as c
-    from tests.vllm.harness import scheduler
 
     world = World(c.CLASSES, recorder(classes=c.CLASSES, class_of_totals="unknown"))
     for name, priority in (("urgent", -5), ("plain", 0), ("batch", 9), ("gone", 9)):
