@@ -169,11 +169,15 @@ def coarse_elsewhere(adapter: Adapter, page: Page) -> Iterator[Finding]:
 
 
 def processes(adapter: Adapter, page: Page) -> Iterator[Finding]:
-    with_pid = sorted({s.name for s in own(adapter, page) if "pid" in s.labels})
-    if with_pid:
+    alike: dict[tuple[object, ...], set[str]] = defaultdict(set)  # processes of what is the same series otherwise
+    for sample in own(adapter, page):
+        if pid := sample.labels.get("pid"):
+            alike[(sample.name, *_others(sample, "pid"))].add(pid)
+    doubled = sorted({str(series[0]) for series, pids in alike.items() if len(pids) > 1})
+    if doubled:
         yield Finding(
-            "warning", "per_process", f"{_list(with_pid)} has one series a process (label pid): dead processes stay, and a sum counts each.",
-            "Do not add them up; kvscope's rules leave them out.",
+            "warning", "per_process", f"{_list(doubled)} has series that only the process (label pid) tells apart: those of dead processes stay, and a sum, as in kvscope's rules and here, adds all of them up.",
+            "Clear PROMETHEUS_MULTIPROC_DIR at each start of the engine; until then read these as at most that.",
         )  # fmt: skip
     again = sorted({s.name for s in own(adapter, page) if s.labels.get("server") and "server" in adapter.where})
     if again:
@@ -281,8 +285,8 @@ def frozen(adapter: Adapter, before: Page, after: Page, seconds: float) -> Itera
             )  # fmt: skip
 
 
-def _others(sample: Sample) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, v) for k, v in sample.labels.items() if k != "le"))
+def _others(sample: Sample, but: str = "le") -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in sample.labels.items() if k != but))
 
 
 _COUNTERS = ("_total", "_count", "_sum")

@@ -184,7 +184,7 @@ WRONG = {
     "counts that fall": (BASE + histogram("e2e_request_latency_seconds", {"0.3": 9, "20.0": 5, "+Inf": 10}, 9), "broken_histogram", "e2e"),
     "a median in the first bucket": (BASE + histogram("e2e_request_latency_seconds", {"0.3": 60, "20.0": 60, "+Inf": 60}, 1), "first_bucket", "below 300 ms"),
     "a tail beyond the last bound": (BASE + histogram("e2e_request_latency_seconds", {"0.3": 1, "60.0": 90, "+Inf": 100}, 999), "overflow", "above the last bound, 60 s"),
-    "a gauge a process": (BASE.replace('engine="0"', 'engine="0",pid="77"'), "per_process", "pid"),
+    "a gauge that a dead process left": ("".join(BASE.replace('engine="0"', f'engine="0",pid="{pid}"') for pid in (77, 78)), "per_process", "adds all of them up"),
     "a router's copy": (BASE + BASE.replace('engine="0"', 'engine="0",server="h:1"'), "re_exported", "num_requests_running"),
     "a rank missing": (BASE + BASE.replace('"0"', '"2"'), "missing_rank", "[1]"),
     "a rank in one family only": (BASE + BASE.replace('"0"', '"1"') + 'vllm:num_requests_waiting{model_name="m",engine="0"} 0\n', "uneven_ranks", "num_requests_waiting"),
@@ -215,6 +215,21 @@ def test_a_sound_page_has_no_warning(server: Server) -> None:
     report = look(server)
     assert not report.findings
     assert report.exit_code == 0
+
+
+def test_processes_that_another_label_tells_apart_are_sound(server: Server) -> None:
+    server.pages["/metrics"] = "".join(BASE.replace('engine="0"', f'engine="{rank}",pid="7{rank}"') for rank in (0, 1))
+    report = look(server)
+    assert not report.findings
+    assert reading(report, "Requests running").value == 2
+
+
+def test_what_a_dead_process_left_is_added_up_as_doctor_says(server: Server) -> None:
+    seven = BASE.replace("} 1", "} 7")
+    server.pages["/metrics"] = "".join(seven.replace('engine="0"', f'engine="0",pid="{pid}"') for pid in (11, 12))
+    report = look(server)
+    assert reading(report, "Requests running").value == 14
+    assert report.exit_code == 1
 
 
 def test_engine_without_a_model_in_its_metrics_is_told_to_name_it_on_the_job(server: Server) -> None:
