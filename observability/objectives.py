@@ -185,13 +185,17 @@ def excluded(objective: Objective, among: Sequence[Objective] | None = None) -> 
     return out
 
 
+#: A model that several engines serve is read by engine, under names such as `m on vllm`.
+ON_ENGINE = " on "
+
 _Kind = TypeVar("_Kind", bound=Objective)
 
 
 def held_to(model: str, general: _Kind) -> _Kind:
     """What `model` is held to over its classes: its own objective of the name, else the `general` one, which leaves out classes that have
     their own (`left_out`)."""
-    own = (x for x in OBJECTIVES if model and (x.name, x.model) == (general.name, model))
+    served = model.rpartition(ON_ENGINE)[0]
+    own = (x for name in (model, served) for x in OBJECTIVES if name and (x.name, x.model) == (general.name, name))
     return next((x for x in own if isinstance(x, type(general))), general)
 
 
