@@ -9,12 +9,12 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from exporters.adapters.endpoint import Finding
 from exporters.adapters.page import Page, Sample
 from exporters.adapters.promql import names
-from exporters.adapters.readings import buckets, duration, find, total
+from exporters.adapters.readings import Plan, buckets, duration, find, plans, total
 from exporters.adapters.table import Adapter, Histogram, Level, Rate, Series, Share, Source, Split
 from observability.objectives import LATENCY_OBJECTIVES
 
@@ -142,6 +142,21 @@ def bucket_bounds(adapter: Adapter, page: Page) -> Iterator[Finding]:
             yield Finding(
                 "note", "objective_no_bound", f"{title}: no bucket bound at the objective's {duration(objective.threshold_seconds)}; the share over it counts from {duration(below)}.",
                 "Add that bound where the engine lets you.",
+            )  # fmt: skip
+
+
+def uneven_buckets(plans: Iterable[Plan]) -> Iterator[Finding]:
+    """Series of one model, be it on several endpoints, whose buckets have other bounds: summed by bound they make no histogram."""
+    by_latency: dict[tuple[str, str, str], set[tuple[float, ...]]] = defaultdict(set)
+    for plan in plans:
+        by_latency[plan.engine, plan.model, plan.title].add(plan.bounds)
+    for (_, model, title), found in by_latency.items():
+        if len(found) > 1:
+            few, *_, many = sorted(found, key=len)
+            lone = sorted(set(few) ^ set(many))[:3]
+            yield Finding(
+                "warning", "uneven_buckets", f"{title} of {repr(model) if model else 'the model'} has {len(found)} sets of bucket bounds, of {len(few)} to {len(many)} bounds; {', '.join(map(duration, lone))} and others are not in all: quantiles over these replicas together are wrong by any amount.",
+                "Start every replica of the model with the same bounds (`kvscope serve --buckets`); until then read quantiles by instance.",
             )  # fmt: skip
 
 
@@ -298,5 +313,5 @@ def _list(found: list[str]) -> str:
 
 
 CHECKS: tuple[Callable[[Adapter, Page], Iterator[Finding]], ...] = (
-    placeholder_labels, histograms, bucket_bounds, coarse_elsewhere, processes, ranks, kinds, hits, old_names,
+    placeholder_labels, histograms, bucket_bounds, lambda adapter, page: uneven_buckets(plans(adapter, page)), coarse_elsewhere, processes, ranks, kinds, hits, old_names,
 )  # fmt: skip

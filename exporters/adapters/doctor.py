@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capabi
 from exporters.adapters.own import OWN, refused, stale
 from exporters.adapters.page import Page, parse
 from exporters.adapters.promql import names, objective_of
-from exporters.adapters.readings import Reading
+from exporters.adapters.readings import Plan, Reading
 from exporters.adapters.table import Adapter, Flag
 from exporters.adapters.vllm_plugin import families_of, from_families
 from observability import catalog
@@ -51,6 +51,7 @@ class Report:
     signals: tuple[SignalState, ...] = ()
     flags: tuple[Flag, ...] = ()
     findings: tuple[Finding, ...] = ()
+    plans: tuple[Plan, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -95,7 +96,15 @@ async def _examine(url: str, token: str | None, timeout: float, interval: float)
         flags = tuple(flag for flag in adapter.flags if not _shown(adapter, page, flag)) if adapter else ()
         numbers = tuple(readings.read(reader, page))
         states = tuple(_state(engine, signal, page) for signal in SIGNALS)
-        return Report(answer.url, engine, TITLES[engine], version, numbers, states, flags, tuple(found))
+        plans = tuple(readings.plans(reader, page))
+        return Report(answer.url, engine, TITLES[engine], version, numbers, states, flags, tuple(found), plans)
+
+
+def together(reports: Sequence[Report]) -> list[Finding]:
+    """What is wrong with several endpoints that no look at one shows."""
+    plans = {plan for report in reports for plan in report.plans if plan.model}
+    said = {finding.found for report in reports for finding in report.findings}
+    return [finding for finding in checks.uneven_buckets(plans) if finding.found not in said]
 
 
 def recognize(page: Page) -> str:

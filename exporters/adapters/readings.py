@@ -96,6 +96,38 @@ def buckets(adapter: Adapter, page: Page, series: Series) -> list[tuple[float, f
     return sorted(out.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bounds of one latency's buckets, in seconds and without +Inf, as they are on some series of `model`."""
+
+    engine: str
+    model: str
+    title: str
+    bounds: tuple[float, ...]
+
+
+def plans(adapter: Adapter, page: Page) -> list[Plan]:
+    """Every set of bucket bounds that the latencies on the page have, each once."""
+    found: dict[Plan, None] = {}
+    for objective in LATENCY_OBJECTIVES:
+        if objective.name not in adapter.latencies:
+            continue
+        of = adapter.latencies[objective.name].source.of
+        series: dict[tuple[tuple[str, str], ...], set[float]] = {}
+        for sample in find(adapter, page, of, "_bucket"):
+            try:
+                bound = float(sample.labels.get("le", "nan")) * of.scale
+            except ValueError:
+                continue
+            if math.isfinite(bound):
+                key = tuple(sorted((k, v) for k, v in sample.labels.items() if k != "le"))
+                series.setdefault(key, set()).add(bound)
+        for labels, bounds in series.items():
+            model = dict(labels).get(adapter.model_label or "model", "")
+            found[Plan(adapter.engine, model, objective.title, tuple(sorted(bounds)))] = None
+    return list(found)
+
+
 def quantile(name: str, q: float, found: list[tuple[float, float]]) -> Reading:
     """Quantile `q` of a cumulative histogram, by linear interpolation within its bucket, with that bucket as its bounds."""
     if len(found) < 2 or not math.isinf(found[-1][0]):

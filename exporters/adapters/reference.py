@@ -28,6 +28,8 @@ The app and the forecasts then take each engine's as a model of its own: `m on v
 - **Adding up**: counters, buckets and gauges of requests, tokens and blocks are summed over ranks and instances; a ratio is a sum over a
   sum; a gauge that is a ratio already is averaged, and said to be. Quantiles come from summed buckets.
 - **Quantiles** in the first bucket of a histogram read that bucket's bound (at most that), beyond the last its bound (at least that).
+- **Replicas with other bucket bounds** give quantiles of neither: give all replicas of a model the same. `kvscope doctor` with the addresses of
+  several replicas says whether they have.
 - **A look at a live endpoint**: `kvscope doctor http://10.0.0.5:8000/metrics` says which engine it is, which of these signals it feeds
   now, which settings would add more, and what is wrong with its numbers.
 - **Not exported** is not "No data": each file records `engine_signal:kvscope_capability:info` with `engine`, `signal`, `status` and

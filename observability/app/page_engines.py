@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from html import escape
 
 import pandas as pd
 import streamlit as st
 
-from exporters.adapters.doctor import Report
+from exporters.adapters.doctor import Report, together
+from exporters.adapters.endpoint import Finding
 from exporters.adapters.engines import TITLES
 from observability.app import endpoints, engines, ui
 from observability.app.endpoints import Look
@@ -101,7 +103,23 @@ def _endpoints(context: Context) -> Content:
         for finding in look.report.findings
     ]
     data = pd.DataFrame(rows, columns=["endpoint", "engine", "level", "code", "found", "do"])
-    return Content("".join(endpoint_html(look, context.view.zone) for look in looks), data=data)
+    shown = [endpoint_html(look, context.view.zone) for look in looks]
+    if common := together([look.report for look in looks if look.report]):
+        data = pd.concat(
+            [data, pd.DataFrame([("", "", f.level, f.code, f.found, f.do) for f in common], columns=data.columns)]
+        )
+        shown.append(
+            f'<div class="endpoint"><div class="figure"><b>together</b></div><ul class="taken">{_findings_html(common)}</ul></div>'
+        )
+    return Content("".join(shown), data=data)
+
+
+def _findings_html(findings: Sequence[Finding]) -> str:
+    return "".join(
+        f'<li><em class="verdict {LEVELS[each.level][0]}">{LEVELS[each.level][1]}</em> {escape(each.found)}'
+        f'<br><span class="do">{ui.with_code(each.do)}</span></li>'
+        for each in findings
+    )
 
 
 def endpoint_html(look: Look, zone: str) -> str:
@@ -111,11 +129,7 @@ def endpoint_html(look: Look, zone: str) -> str:
         return f'<div class="endpoint"><div class="figure"><b>{escape(look.url)}</b><span>being looked at …</span></div></div>'
     about = f"{report.title}, version {report.version.text}" if report.engine else "not recognized as an engine"
     when = f"looked at {moment(look.at, zone):%H:%M:%S}"
-    findings = "".join(
-        f'<li><em class="verdict {LEVELS[each.level][0]}">{LEVELS[each.level][1]}</em> {escape(each.found)}'
-        f'<br><span class="do">{ui.with_code(each.do)}</span></li>'
-        for each in report.findings
-    )
+    findings = _findings_html(report.findings)
     if not report.findings:
         findings = '<li><em class="verdict met">✓ no finding</em></li>'
     more = "".join(

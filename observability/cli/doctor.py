@@ -12,7 +12,10 @@ import typer
 from observability.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from exporters.adapters.doctor import Report
+    from exporters.adapters.endpoint import Finding
     from exporters.gpu.host import Check
 
 _EXIT = {"ok": 0, "unknown": 0, "warning": 1, "broken": 2}
@@ -24,10 +27,12 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    url: Annotated[
-        str | None,
+    urls: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="Metrics endpoint of an engine to look at; without a path its usual one.", show_default=False
+            metavar="[URL]...",
+            help="Metrics endpoint of an engine to look at; without a path its usual one. Of several replicas it also says whether their numbers add up.",
+            show_default=False,
         ),
     ] = None,
     host: Annotated[
@@ -58,17 +63,19 @@ def doctor(
 
         kvscope doctor https://llm.example.com/metrics --token "$TOKEN" --interval 10 --json
 
+        kvscope doctor http://10.0.0.5:8000/metrics http://10.0.0.6:8000/metrics
+
         kvscope doctor --host
 
         kvscope doctor --host --pid 4242 --json
     """
     try:
-        if (url is None) == (not host):
+        if bool(urls) == host:
             raise ConfigError("Name one thing to check.", next_step="Give the URL of a metrics endpoint, or --host.")
-        if url is None:
-            check_this_host(pid, as_json)
+        if urls:
+            check_endpoints(urls, token, timeout, interval, as_json)
         else:
-            check_endpoint(url, token, timeout, interval, as_json)
+            check_this_host(pid, as_json)
     except ConfigError as error:
         if as_json:  # who reads JSON reads it on a mistake as well
             said = {"level": "error", "code": "not_asked_right", "found": error.reason, "do": error.next_step}
@@ -81,20 +88,26 @@ _LEVEL = {"error": "[red]error[/]", "warning": "[yellow]warning[/]", "note": "[d
 _STATUS = {"fed": "[green]yes[/]", "partial": "[yellow]in part[/]", "missing": "[red]missing[/]", "no": "[dim]no[/]"}
 
 
-def check_endpoint(url: str, token: str | None, timeout: float, interval: float, as_json: bool) -> None:
-    """Prints what a look at `url` gave and ends with its exit code."""
+def check_endpoints(urls: Sequence[str], token: str | None, timeout: float, interval: float, as_json: bool) -> None:
+    """Prints what a look at each of `urls`, and at all of them together, gave and ends with the exit code of the worst."""
     import sys
 
-    from exporters.adapters.doctor import examine
+    from exporters.adapters.doctor import examine, together
 
-    report = examine(url, token=token, timeout_seconds=timeout, interval_seconds=interval)
+    reports = [examine(url, token=token, timeout_seconds=timeout, interval_seconds=interval) for url in urls]
+    common = together(reports)
+    code = max(1 if common else 0, *(report.exit_code for report in reports))
     if as_json:
-        typer.echo(json.dumps({"exit_code": report.exit_code, **asdict(report)}, indent=2))
+        found = [{"exit_code": report.exit_code, **asdict(report)} for report in reports]
+        several = {"exit_code": code, "endpoints": found, "findings": [asdict(finding) for finding in common]}
+        typer.echo(json.dumps(several if len(found) > 1 else found[0], indent=2))
     elif sys.stdout.isatty():
-        _print_report(report)
+        for report in reports:
+            _print_report(report)
+        _print_findings(common)
     else:
-        typer.echo("\n".join(plain(report)))
-    raise typer.Exit(report.exit_code)
+        typer.echo("\n".join([line for report in reports for line in plain(report)] + _plain_findings(common)))
+    raise typer.Exit(code)
 
 
 def plain(report: Report) -> list[str]:
@@ -110,9 +123,11 @@ def plain(report: Report) -> list[str]:
     for state in report.signals:
         out.append(f"signal {state.status}: {state.title}{': ' + state.reason if state.reason else ''}")
     out += [f"setting: {flag.setting}: {flag.gives}" for flag in report.flags]
-    for finding in report.findings:
-        out.append(f"{finding.level}: {finding.found}{' Next: ' + finding.do if finding.do else ''}")
-    return out
+    return out + _plain_findings(report.findings)
+
+
+def _plain_findings(findings: Sequence[Finding]) -> list[str]:
+    return [f"{each.level}: {each.found}{' Next: ' + each.do if each.do else ''}" for each in findings]
 
 
 def _print_report(report: Report) -> None:
@@ -137,12 +152,20 @@ def _print_report(report: Report) -> None:
         console.print(table, "")
     for flag in report.flags:
         console.print(f"[bold]{escape(flag.setting)}[/] would add: {escape(flag.gives)}")
-    for finding in report.findings:
+    _print_findings(report.findings)
+    if report.engine and not report.findings:
+        console.print("[green]No finding.[/]")
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    for finding in findings:
         console.print(f"{_LEVEL[finding.level]} {escape(finding.found)}")
         if finding.do:
             console.print(f"        [bold]{escape(finding.do)}[/]")
-    if report.engine and not report.findings:
-        console.print("[green]No finding.[/]")
 
 
 def check_this_host(pid: int | None, as_json: bool) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from exporters.adapters.doctor import Report, examine
 from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capability
 from exporters.adapters.readings import Reading, quantile
+from observability.cli import root
 from observability.signals import SIGNALS
 from tests.adapters.serving import Server, page_of
 from tests.adapters.test_endpoint import codes, look
@@ -215,6 +218,38 @@ def test_a_sound_page_has_no_warning(server: Server) -> None:
     report = look(server)
     assert not report.findings
     assert report.exit_code == 0
+
+
+OTHER_BOUNDS = {"0.1": 0, "0.5": 2, "2.0": 9, "+Inf": 10}
+
+
+def test_replicas_on_one_page_with_other_bounds_are_told(server: Server) -> None:
+    other = histogram("e2e_request_latency_seconds", OTHER_BOUNDS, 9, 'model_name="m",engine="1"')
+    server.pages["/metrics"] = BASE + histogram("e2e_request_latency_seconds", GOOD, 9) + other
+    text = finding(look(server), "uneven_buckets")
+    assert "Request duration of 'm' has 2 sets of bucket bounds, of 2 to 3 bounds" in text
+    assert "100 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "bounds", "told"), [("m", OTHER_BOUNDS, 1), ("m", {**GOOD, "20.0": 8}, 0), ("another", OTHER_BOUNDS, 0)]
+)
+def test_replicas_with_other_bounds_are_told_of_looks_at_several_endpoints(
+    server: Server, model: str, bounds: dict[str, float], told: int
+) -> None:
+    here = BASE + histogram("e2e_request_latency_seconds", GOOD, 70)
+    there = histogram("e2e_request_latency_seconds", bounds, 70, f'model_name="{model}",engine="0"')
+    server.pages["/metrics"], server.pages["/b"] = here, BASE.replace('"m"', f'"{model}"') + there
+    urls = [server.url(), server.url().replace("/metrics", "") + "/b"]
+    done = CliRunner().invoke(root, ["doctor", "--json", "--interval", "0", *urls])
+    answer = json.loads(done.stdout)
+    assert [found["code"] for found in answer["findings"]] == ["uneven_buckets"] * told
+    alone = [each["exit_code"] for each in answer["endpoints"]]
+    assert answer["exit_code"] == max(told, *alone)
+    assert done.exit_code == answer["exit_code"]
+    plain = CliRunner().invoke(root, ["doctor", "--interval", "0", *urls]).stdout
+    assert plain.count("sets of bucket bounds") == told
+    assert plain.count("endpoint: ") == 2
 
 
 def test_processes_that_another_label_tells_apart_are_sound(server: Server) -> None:
