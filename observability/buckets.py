@@ -1,6 +1,6 @@
-"""Bucket plans that an operator chooses: bounds of the latency histograms and of the make-up of slow requests, checked.
+"""Bucket plans: bounds of the latency histograms and of the make-up of slow requests, the default ones or an operator's, checked.
 
-Thresholds of objectives are always among the bounds, since rules count what lies at or under them exactly.
+Thresholds of objectives, the default ones and one's own, are always among the bounds, since rules count what lies at or under them exactly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from observability import catalog as c
 from observability.errors import ConfigError
-from observability.objectives import OBJECTIVES, LatencyObjective
+from observability.objectives import OBJECTIVES, TTFT, LatencyObjective
 
 #: Most bounds of each: a bound costs one series for each class (tail: for each state and component).
 MOST = {"latency": 300, "inter_token": 300, "tail": 64}
@@ -25,6 +25,14 @@ NEEDED = {
     name: {o.threshold_seconds for o in OBJECTIVES if isinstance(o, LatencyObjective) and o.family in families} or {0.0}
     for name, families in _FAMILIES.items()
 }
+
+
+#: Of time to first token by tenant; tenants have no objective of their own.
+TENANT_TTFT = tuple(sorted({*c.TENANT_TTFT_BOUNDS, TTFT.threshold_seconds}))
+
+
+def _with_needed(name: str, bounds: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted({*bounds, *NEEDED[name]}))
 
 
 def _check(name: str, bounds: Sequence[float]) -> None:
@@ -53,8 +61,8 @@ class BucketPlan:
     All replicas of a model must have the same plan: buckets with different bounds cannot be added.
     """
 
-    latency: tuple[float, ...] = c.LATENCY_BOUNDS
-    inter_token: tuple[float, ...] = c.ITL_BOUNDS
+    latency: tuple[float, ...] = _with_needed("latency", c.LATENCY_BOUNDS)
+    inter_token: tuple[float, ...] = _with_needed("inter_token", c.ITL_BOUNDS)
     tail: tuple[float, ...] = c.TAIL_BOUNDS
 
     def __post_init__(self) -> None:
@@ -88,5 +96,5 @@ def bucket_plan(settings: Iterable[str] = ()) -> BucketPlan:
                 f"Buckets {name}: {text[:80]!r} is no list of numbers.", next_step="Give seconds, such as 0.1,0.5,1."
             ) from None
         _check(name, bounds)
-        chosen[name] = tuple(sorted({*bounds, *NEEDED[name]}))
+        chosen[name] = _with_needed(name, bounds)
     return BucketPlan(**chosen)

@@ -20,6 +20,8 @@ ENVIRONMENT = "KVSCOPE_OBJECTIVES"
 #: How a request can end well, and how it can end badly. An abort is the client's choice and `invalid` its mistake: neither counts.
 GOOD_OUTCOMES = ("stop", "length")
 BAD_OUTCOMES = ("error", "rejected", "deadline")
+#: Of thresholds. Six digits within them are written without an exponent, in the label of a bucket and in the name of a signal.
+LEAST_SECONDS, MOST_SECONDS = 0.0001, 100_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,11 @@ class Objective:
                 f"Objective {self.name}: target {self.target:g} is not a share between 0.5 and 1.",
                 next_step="Write 99 % as target = 0.99.",
             )
+        if self.min_events < 0:
+            raise ConfigError(
+                f"Objective {self.name}: min_events {self.min_events} is below 0.",
+                next_step="Give the number of events below which an alert stays silent; 0 for none.",
+            )
         if self.model and self.request_class:
             raise ConfigError(
                 f"Objective {self.name} is for a model and a class at once.",
@@ -62,18 +69,23 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyObjective(Objective):
-    """`target` of the events stay at or under `threshold_seconds`, which is always a bucket bound of `family`."""
+    """`target` of the events stay at or under `threshold_seconds`, which kvscope's exporters make a bucket bound of `family`
+    (observability/buckets.py), so that counting is exact."""
 
     family: Family
     threshold_seconds: float
 
     def __post_init__(self) -> None:
         Objective.__post_init__(self)
-        if self.threshold_seconds not in self.family.bounds:
-            near = sorted(sorted(self.family.bounds, key=lambda b: abs(b - self.threshold_seconds))[:4])
+        if not LEAST_SECONDS <= self.threshold_seconds <= MOST_SECONDS:  # also refuses NaN
             raise ConfigError(
-                f"Objective {self.name}: {self.threshold_seconds:g} s is not a bucket bound of {self.family.name}.",
-                next_step=f"Use one of the nearest: {', '.join(f'{b:g}' for b in near)}.",
+                f"Objective {self.name}: {self.threshold_seconds:g} s is no threshold.",
+                next_step=f"Give seconds between {LEAST_SECONDS:g} and {MOST_SECONDS:,.0f}.",
+            )
+        if self.threshold_seconds != (kept := float(f"{self.threshold_seconds:.6g}")):
+            raise ConfigError(
+                f"Objective {self.name}: {self.threshold_seconds!r} s has more digits than a bucket bound.",
+                next_step=f"Give six digits at most, such as {kept:g}.",
             )
 
 

@@ -11,6 +11,7 @@ from hashlib import blake2s
 from math import nan
 
 from observability import catalog as c
+from observability.buckets import TENANT_TTFT
 from observability.telemetry.snapshot import Block, Histograms, counters
 
 OTHER = "other"
@@ -37,7 +38,7 @@ class Tenant:
         self.ended = [0.0] * len(c.OUTCOMES)
         self.refused = [0.0] * len(c.OUTCOMES)
         self.tokens = [0.0, 0.0]  # by TENANT_TOKEN_KINDS
-        self.ttft = Histograms(c.TENANT_TTFT, [(model, name)])
+        self.ttft = Histograms(c.TENANT_TTFT, [(model, name)], bounds=TENANT_TTFT)
 
     def first_token(self, seconds: float) -> None:
         cells = self.ttft.cells

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +22,7 @@ from observability.buckets import MOST, NEEDED, BucketPlan, bucket_plan
 from observability.errors import ConfigError
 from observability.objectives import LATENCY_OBJECTIVES
 from observability.store.evaluate import Evaluator, bucket_quantile
+from tests.conftest import REPO
 from tests.telemetry.bench import Bench, total, value
 
 BOUNDS = np.array(c.LATENCY_BOUNDS)
@@ -186,6 +192,34 @@ def test_objectives_are_bounds_of_the_default_plan_and_of_any_other() -> None:
     assert bucket_plan(["latency=0.5,0.6"]).latency == (0.5, 0.6, 0.8, 20.0)
     assert bucket_plan(["tail=3"]).tail == (0.0, 3.0)
     assert {o.threshold_seconds for o in LATENCY_OBJECTIVES} == set().union(*NEEDED.values()) - {0.0}
+
+
+OWN = """
+from observability.buckets import BucketPlan, bucket_plan
+from tests.telemetry.bench import Bench
+for plan in (BucketPlan(), bucket_plan(), bucket_plan(["latency=0.5,1.5,3,20"])):
+    print(plan.latency)
+print(bucket_plan().inter_token)
+b = Bench()
+b.serve(b.submit(tenant="t"), queue=0.0, prefill=1.4, itl=0.03, tokens=2)
+print({(f.family.name, row.labels[-1]) for f in b.t.snapshot() for row in f.rows if row.suffix == "_bucket"})
+"""
+
+
+def test_a_threshold_of_ones_own_becomes_a_bound_of_every_plan(tmp_path: Path) -> None:
+    """1.5 s, 33 ms and 7.7 s are no bounds of the catalogue."""
+    mine = tmp_path / "mine.toml"
+    tables = ('"ttft"\nthreshold_seconds = 1.5', '"itl"\nmodel = "m"\nthreshold_seconds = 0.033', '"e2e"\nclass = "long_context"\nthreshold_seconds = 7.7')  # fmt: skip
+    mine.write_text("".join(f"[[objective]]\nname = {table}\n" for table in tables))
+    environment = {**os.environ, "KVSCOPE_OBJECTIVES": str(mine), "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", OWN], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    default, same, chosen, inter_token, exported = map(ast.literal_eval, done.stdout.splitlines())
+    assert default == same == tuple(sorted({*c.LATENCY_BOUNDS, 1.5, 7.7}))
+    assert chosen == (0.5, 1.5, 3.0, 7.7, 20.0)
+    assert inter_token == tuple(sorted({*c.ITL_BOUNDS, 0.033}))
+    wanted = {(c.TIME_TO_FIRST_TOKEN, "1.5"), (c.INTER_TOKEN_LATENCY, "0.033"), (c.REQUEST_DURATION, "7.7"), (c.TENANT_TTFT, "1.5")}  # fmt: skip
+    assert {(family.name, le) for family, le in wanted} <= exported
 
 
 def test_every_bound_of_the_make_up_is_a_bound_of_request_duration() -> None:
