@@ -28,20 +28,20 @@ FOLDER = "alerts/generated/adapters"
 def objective_recordings(adapter: Adapter) -> Iterator[Recording]:
     """The three rates that burn rates are made of (alerts/burn.py), for each latency objective that is fed but those of classes: an
     engine without classes has one budget a model."""
+    yield from burn.rate_recordings(_rates(adapter))
+
+
+def _rates(adapter: Adapter) -> Iterator[burn.Rates]:
     for objective in o.OBJECTIVES:
         if (
             isinstance(objective, o.LatencyObjective)
             and not objective.request_class
             and objective.name in adapter.latencies
         ):
+            models = ",".join(burn.judged(objective, {"model": adapter.model_label or "model"}))
             source = adapter.latencies[objective.name].source
-            others = "|".join(o.excluded(objective).get("model", ()))
-            models = f'="{objective.model}"' if objective.model else f'!~"{others}"' if others else ""
             total, good = promql.threshold_rates(adapter, objective, source, WINDOW, models)
-            labels = {"objective": objective.name}
-            yield Recording(burn.EVENTS, total, labels)
-            yield Recording(burn.BAD, f"{total} - {good}", labels)
-            yield Recording(burn.ALLOWED, f"{1 - objective.target:.6g} * {total}", labels)
+            yield burn.Rates(objective, total, f"{total} - {good}")
 
 
 def _alert_recordings(adapter: Adapter) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ bad / allowed: 1 spends the budget of 30 days in 30 days.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from alerts.types import Alert, Recording, Severity
@@ -19,6 +19,8 @@ LEVEL = "model_class_objective"
 BY = ("model", "class")
 #: An adapter's series carry the engine that they were read from; two engines may serve one model.
 KEPT = (*BY, "objective", "engine")
+#: The labels of an objective as kvscope's exporters call them.
+NAMES = {label: label for label in BY}
 EVENTS = f"{LEVEL}:kvscope_objective_events:rate{WINDOW}"
 BAD = f"{LEVEL}:kvscope_objective_bad:rate{WINDOW}"
 ALLOWED = f"{LEVEL}:kvscope_objective_allowed:rate{WINDOW}"
@@ -36,6 +38,15 @@ class Pair:
     hold: str
     keep_firing: str
     spent: str  # share of the 30-day budget that is gone when it fires
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """PromQL of the events and the bad events a second of one objective."""
+
+    objective: o.Objective
+    total: str
+    bad: str
 
 
 PAIRS = (
@@ -64,39 +75,55 @@ def events(window: str) -> str:
     return f"{LEVEL}:kvscope_objective_events:increase{window}"
 
 
-def _matchers(objective: o.Objective, **more: str) -> str:
-    """Selector of the models and classes that `objective` is for: those named, less those that have one of their own."""
-    pairs = [f'{label}="{value}"' for label, value in objective.applies_to.items()]
-    pairs += [f'{label}!~"{"|".join(values)}"' for label, values in o.excluded(objective).items()]
-    pairs += [f'{label}="{value}"' if "|" not in value else f'{label}=~"{value}"' for label, value in more.items()]
-    return "{" + ",".join(pairs) + "}"
+def judged(objective: o.Objective, names: Mapping[str, str] = NAMES) -> list[str]:
+    """Matchers of the models and classes that `objective` judges: those named, less those that have one of their own. One matcher a value
+    and no regular expression, in which a dot, a plus or a bar of a model's name would mean something else. `names`: what a source calls
+    the labels; those that it lacks are left out."""
+    out = [f'{names[label]}="{value}"' for label, value in objective.applies_to.items() if label in names]
+    for label, values in o.excluded(objective).items():
+        out += [f'{names[label]}!="{value}"' for value in values if label in names]
+    return out
 
 
-def _rate(series: str, matchers: str) -> str:
-    return f"sum by ({', '.join(BY)}) (rate({series}{matchers}[{WINDOW}]))"
+def _rate(series: str, objective: o.Objective, matcher: str) -> str:
+    return f"rate({series}{{{','.join((*judged(objective), matcher))}}}[{WINDOW}])"
 
 
-def _rates(objective: o.Objective) -> tuple[str, str]:
+def _sum(rates: str) -> str:
+    return f"sum by ({', '.join(BY)}) ({rates})"
+
+
+def _rates(objective: o.Objective) -> Rates:
     """PromQL of an objective's events and bad events a second."""
     if isinstance(objective, o.LatencyObjective):
         bucket = objective.family.series
-        total = _rate(bucket, _matchers(objective, le="+Inf"))
-        good = _rate(bucket, _matchers(objective, le=str(float(objective.threshold_seconds))))
-        return total, f"{total} - {good}"
-    ended = _rate(c.REQUESTS.series, _matchers(objective, outcome="|".join((*o.GOOD_OUTCOMES, *o.BAD_OUTCOMES))))
+        within = _rate(bucket, objective, f'le="{float(objective.threshold_seconds)}"')
+        # an exporter without that bound, started with other objectives, is not judged: all its events would be bad
+        total = _sum(_rate(bucket, objective, 'le="+Inf"') + f" and ignoring (le) {within}")
+        return Rates(objective, total, f"{total} - {_sum(within)}")
+    ended, failed = (
+        _sum(_rate(c.REQUESTS.series, objective, 'outcome=~"' + "|".join(outcomes) + '"'))
+        for outcomes in ((*o.GOOD_OUTCOMES, *o.BAD_OUTCOMES), o.BAD_OUTCOMES)
+    )
     # `or 0 x`: a class that has not failed yet has no series of a bad outcome, which is none failed and not unknown
-    failed = _rate(c.REQUESTS.series, _matchers(objective, outcome="|".join(o.BAD_OUTCOMES)))
-    return ended, f"{failed}\nor 0 * {ended}"
+    return Rates(objective, ended, f"{failed}\nor 0 * {ended}")
+
+
+def rate_recordings(found: Iterable[Rates]) -> Iterator[Recording]:
+    """The three rates of each name of an objective. Objectives of one name share a rule: no two judge the same model and class, so `or`
+    leaves none out, and Prometheus takes two rules with the same labels for one written twice."""
+    by_name: dict[str, list[Rates]] = {}
+    for each in found:
+        by_name.setdefault(each.objective.name, []).append(each)
+    for name, group in by_name.items():
+        allowed = [f"{1 - each.objective.target:.6g} * {each.total}" for each in group]
+        for series, parts in ((EVENTS, [x.total for x in group]), (BAD, [x.bad for x in group]), (ALLOWED, allowed)):
+            yield Recording(series, "\nor ".join(parts), {"objective": name})
 
 
 def recordings() -> Iterator[Recording]:
     """Rates of each objective, then the windows, which are the same for all."""
-    for objective in o.OBJECTIVES:
-        total, bad = _rates(objective)
-        labels = {"objective": objective.name}
-        yield Recording(EVENTS, total, labels)
-        yield Recording(BAD, bad, labels)
-        yield Recording(ALLOWED, f"{1 - objective.target:.6g} * {total}", labels)
+    yield from rate_recordings(_rates(objective) for objective in o.OBJECTIVES)
     for window in WINDOWS:
         mean = "{}" if window == WINDOW else f"avg_over_time({{}}[{window}])"
         bad, allowed, total = (mean.format(series) for series in (BAD, ALLOWED, EVENTS))
@@ -133,6 +160,15 @@ def _what(objective: o.Objective) -> tuple[str, str]:
     )
 
 
+def _enough(name: str, window: str) -> str:
+    """PromQL: at least as many events in `window` as the objective that judges them needs to prove anything."""
+    parts = []
+    for each in (x for x in o.OBJECTIVES if x.name == name):
+        which = ",".join((*judged(each), f'objective="{name}"'))
+        parts.append(f"{events(window)}{{{which}}} >= {each.min_events}")
+    return parts[0] if len(parts) == 1 else f"({' or '.join(parts)})"
+
+
 def alerts() -> Iterator[Alert]:
     """Four alerts for each named objective, two severities; more than one objective of a name shares them."""
     for name in dict.fromkeys(objective.name for objective in o.OBJECTIVES):
@@ -147,7 +183,7 @@ def alerts() -> Iterator[Alert]:
                 expr=(
                     f"{burn(pair.long)}{match} > {pair.burn:g}\n"
                     f"and {on} {burn(pair.short)}{match} > {pair.burn:g}\n"
-                    f"and {on} {events(pair.long)}{match} >= {objective.min_events}"
+                    f"and {on} {_enough(name, pair.long)}"
                 ),
                 hold=pair.hold,
                 keep_firing=pair.keep_firing,

@@ -8,6 +8,7 @@ reduced to one before anything is added up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 
 from exporters.adapters.table import Adapter, Feed, Histogram, Level, Rate, Series, Share, Split
 from observability.objectives import DEFAULT_THRESHOLDS, LATENCY_OBJECTIVES, LatencyObjective
@@ -44,7 +45,7 @@ def names(adapter: Adapter, name: str, suffix: str = "") -> list[str]:
 
 def vector(adapter: Adapter, series: Series, *, window: str = "", suffix: str = "", where: str = "") -> str:
     """The series of one family with the label `model`, as rates over `window` or as newest values."""
-    match = ",".join(part for part in (adapter.where, series.where, where) if part)
+    match = _where(adapter.where, series.where, where)
     found = []
     for name in names(adapter, series.name, suffix):
         text = name + (f"{{{match}}}" if match else "")
@@ -100,10 +101,12 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
     for q in QUANTILES:
         inside = f"histogram_quantile({q:g}, {buckets}) * on (model) group_left () clamp_min({lowest}{{{engine}}} / {q:g}, 1)"
         yield f"model:{name}:p{q * 100:g}_5m", _scaled(inside, source.of.scale, compound=True)
+    every = vector(adapter, source.of, window=WINDOW, suffix="_bucket", where='le="+Inf"')
+    events = f"sum by (model) ({every})"
     measured: dict[str, str] = {}
     for each, classes in counted(objective):  # engines without classes have none to leave out
-        events, good = threshold_rates(adapter, each, source, WINDOW)
-        measured |= {events_name(each, classes): events, share_name(each, classes): f"1 - {good} / {events}"}
+        judged, good = threshold_rates(adapter, each, source, WINDOW)
+        measured |= {events_name(each, classes): events, share_name(each, classes): f"1 - {good} / {judged}"}
     yield from measured.items()
     yield f"model:{name}:overflow_ratio_rate{WINDOW}", f"1 - max by (model) ({finite}) / {total}"
 
@@ -111,20 +114,29 @@ def latency(adapter: Adapter, objective: LatencyObjective, source: Histogram) ->
 def threshold_rates(
     adapter: Adapter, objective: LatencyObjective, source: Histogram, window: str, models: str = ""
 ) -> tuple[str, str]:
-    """Rates of all events and of those within the objective's threshold: exact where the target has that bucket bound, else, of a threshold
-    that nobody changed, from the bound below. `models`: what the label of the model must match, such as `="a"`."""
-    only = f"{adapter.model_label or 'model'}{models}," if models else ""
-    exact = f"{objective.threshold_seconds / source.of.scale:g}"
+    """Rates of the events that are judged and of those within the objective's threshold: exact where the target has that bucket bound, else,
+    of a threshold that nobody changed, from the bound below. A target that has neither is in none of the two: all its events would be bad.
+    `models`: matchers of the models that the objective is for."""
+    patterns = [pattern.replace("\\", "\\\\") for pattern in bound_patterns(objective, source)]  # in a string of PromQL
+    good = " or on (job, instance) ".join(
+        vector(adapter, source.of, window=window, suffix="_bucket", where=_where(models, f'le=~"{pattern}"'))
+        for pattern in patterns
+    )
+    every = vector(adapter, source.of, window=window, suffix="_bucket", where=_where(models, 'le="+Inf"'))
+    return f"sum by (model) (({every}) and on (job, instance) ({good}))", f"sum by (model) ({good})"
+
+
+def bound_patterns(objective: LatencyObjective, source: Histogram) -> list[str]:
+    """What `le` of the bucket that holds the good events is, as regular expressions, best first."""
+    exact = f"{Decimal(f'{objective.threshold_seconds / source.of.scale:.6g}'):f}"
     bounds = [exact.replace(".", r"\.")]
     if source.bound not in ("", exact) and objective.threshold_seconds == DEFAULT_THRESHOLDS[objective.name]:
-        bounds.append(source.bound)
-    good = []
-    for bound in bounds:
-        pattern = (bound if "\\" in bound else bound.replace(".", r"\.")).replace("\\", "\\\\")
-        pattern += r"(\\.0+)?" if "." not in bound else "0*"  # "1", "1.0" and "1.00" are one bound
-        good.append(vector(adapter, source.of, window=window, suffix="_bucket", where=f'{only}le=~"{pattern}"'))
-    total = vector(adapter, source.of, window=window, suffix="_bucket", where=f'{only}le="+Inf"')
-    return f"sum by (model) ({total})", f"sum by (model) ({' or on (job, instance) '.join(good)})"
+        bounds.append(source.bound if "\\" in source.bound else source.bound.replace(".", r"\."))
+    return [bound + ("0*" if "." in bound else r"(\.0+)?") for bound in bounds]  # "1", "1.0" and "1.00" are one bound
+
+
+def _where(*parts: str) -> str:
+    return ",".join(part for part in parts if part)
 
 
 def _scaled(text: str, scale: float, *, compound: bool = False) -> str:
