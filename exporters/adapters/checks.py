@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from exporters.adapters.endpoint import Finding
+from exporters.adapters.engines import BUNDLED
 from exporters.adapters.page import Page, Sample
-from exporters.adapters.promql import names
+from exporters.adapters.promql import bound_patterns, names
 from exporters.adapters.readings import Plan, buckets, duration, find, plans, total
 from exporters.adapters.table import Adapter, Histogram, Level, Rate, Series, Share, Source, Split
-from observability.objectives import LATENCY_OBJECTIVES
+from observability.objectives import LATENCY_OBJECTIVES, OBJECTIVES, LatencyObjective, excluded
 
 PLACEHOLDERS = {"", "undefined", "unknown", "none", "null", "nan", "default", "todo", "placeholder", "model_name"}
 #: More than this share beyond the last bound, and the high quantiles are that bound whatever the truth is.
@@ -136,13 +137,66 @@ def bucket_bounds(adapter: Adapter, page: Page) -> Iterator[Finding]:
                 "warning", "overflow", f"{title}: {1 - last[1] / count:.3g} of {count:,.0f} observations are above the last bound, {duration(last[0])}: a high quantile reads that bound whatever the truth is.",
                 "Add larger bucket bounds where the engine lets you.",
             )  # fmt: skip
-        bounds = [bound for bound, _ in found]
-        if not any(math.isclose(bound, objective.threshold_seconds) for bound in bounds):
-            below = max((b for b in bounds if b < objective.threshold_seconds), default=0.0)
+
+
+def objective_bounds(adapter: Adapter, page: Page) -> Iterator[Finding]:
+    """Objectives of the page's models whose threshold is no bound there, and what the rules make of that."""
+    for objective in OBJECTIVES:
+        if not isinstance(objective, LatencyObjective) or objective.name not in adapter.latencies:
+            continue
+        if objective.request_class and adapter.engine != BUNDLED:  # another engine's requests have no class
+            continue
+        threshold, source = objective.threshold_seconds, adapter.latencies[objective.name].source
+        bounds = [bound for bound, _ in buckets(adapter, page, source.of) if math.isfinite(bound)]
+        judged = bool(bounds) and _holds(objective, adapter, page, source)
+        if not judged or any(math.isclose(bound, threshold) for bound in bounds):
+            continue
+        own = objective.model or objective.request_class
+        missing = (
+            f"{objective.title}: no bucket bound at the {duration(threshold)} of the objective{own and f' for {own}'}"
+        )
+        if (below := _below(adapter, page, objective, source)) is not None:
             yield Finding(
-                "note", "objective_no_bound", f"{title}: no bucket bound at the objective's {duration(objective.threshold_seconds)}; the share over it counts from {duration(below)}.",
+                "note", "objective_no_bound", f"{missing}; the share over it counts from {duration(below)}.",
                 "Add that bound where the engine lets you.",
             )  # fmt: skip
+        else:
+            yield Finding(
+                "warning", "objective_not_judged", f"{missing}: it is not judged here. No event counts as bad, no budget burns, no alert fires.",
+                _to_be_judged(adapter, threshold, bounds),
+            )  # fmt: skip
+
+
+def _to_be_judged(adapter: Adapter, threshold: float, bounds: list[float]) -> str:
+    if adapter.engine == BUNDLED:
+        return "Start the engine again with the objectives that the rules are made of: it makes each threshold a bound."
+    possible = [bound for bound in bounds if bound == float(f"{bound:.6g}")]  # as thresholds are written
+    near = [*[x for x in possible if x < threshold][-1:], *[x for x in possible if x > threshold][:1]]
+    or_take = f", or give the objective a threshold_seconds of {' or '.join(f'{x:g}' for x in near)}" if near else ""
+    return f"Add that bound where the engine lets you{or_take}."
+
+
+def _holds(objective: LatencyObjective, adapter: Adapter, page: Page, source: Histogram) -> bool:
+    """Whether a model of the page is held to `objective`. Where the page names no model (the scrape job does), any may be."""
+    label = adapter.model_label or "model"
+    models = {sample.labels.get(label, "") for sample in find(adapter, page, source.of, "_bucket")} - {""}
+    others = excluded(objective).get("model", ())
+    return not models or any(
+        model == objective.model or (not objective.model and model not in others) for model in models
+    )
+
+
+def _below(adapter: Adapter, page: Page, objective: LatencyObjective, source: Histogram) -> float | None:
+    """The bound from which the rules count an objective whose own bound the page lacks, in seconds."""
+    found = [sample.labels.get("le", "") for sample in find(adapter, page, source.of, "_bucket")]
+    for pattern in bound_patterns(objective, source):
+        for le in found:
+            if re.fullmatch(pattern, le):
+                try:
+                    return float(le) * source.of.scale
+                except ValueError:  # said by `histograms`
+                    continue
+    return None
 
 
 def uneven_buckets(plans: Iterable[Plan]) -> Iterator[Finding]:
@@ -313,5 +367,6 @@ def _list(found: list[str]) -> str:
 
 
 CHECKS: tuple[Callable[[Adapter, Page], Iterator[Finding]], ...] = (
-    placeholder_labels, histograms, bucket_bounds, lambda adapter, page: uneven_buckets(plans(adapter, page)), coarse_elsewhere, processes, ranks, kinds, hits, old_names,
+    placeholder_labels, histograms, bucket_bounds, objective_bounds, lambda adapter, page: uneven_buckets(plans(adapter, page)), coarse_elsewhere,
+    processes, ranks, kinds, hits, old_names,
 )  # fmt: skip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from exporters.adapters.capability import partial
 from exporters.adapters.table import Adapter, Feed, Flag, Histogram, Latency, Level, Rate, Rename, Series, Share, Split
+from observability.objectives import OBJECTIVES, LatencyObjective
 
+_seconds = {x.threshold_seconds for x in OBJECTIVES if isinstance(x, LatencyObjective) and x.name == "ttft" and not x.request_class}  # fmt: skip
+_THRESHOLDS = " and ".join(f"{seconds:g} s" for seconds in sorted(_seconds))
 #: Deprecated in the release named, hidden in the next, gone in the one after.
 RENAMES = (
     Rename("kv_cache_usage_perc", "gpu_cache_usage_perc", "0.9"),
@@ -98,7 +101,7 @@ LACKS = (
 
 FLAGS = (
     Flag("--kv-cache-metrics", "how long KV blocks live and lie idle before eviction (1 % sample)", ("kv_block_lifetime_seconds",)),
-    Flag("--custom-histogram-buckets", "a bucket bound at the objective's 0.8 s, so that its share is exact", ()),
+    Flag("--custom-histogram-buckets", f"a bucket bound at the objective's {_THRESHOLDS}, so that its share is exact", ()),
     Flag("pip install 'kvscope[vllm]' beside vLLM", "hits by prompt length, phases of the slowest requests, aborts, fine latency buckets", ()),
 )  # fmt: skip
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from exporters.adapters import checks
 from exporters.adapters.doctor import Report, examine
+from exporters.adapters.endpoint import Answer
 from exporters.adapters.engines import ADAPTERS, BUNDLED, PLUGIN, TITLES, capability
+from exporters.adapters.own import OWN
+from exporters.adapters.page import parse
 from exporters.adapters.readings import Reading, quantile
 from observability.cli import root
 from observability.signals import SIGNALS
@@ -210,6 +218,68 @@ def test_what_is_wrong_by_construction_is_found_with_its_numbers(server: Server,
     server.pages["/metrics"], code, words = WRONG[case]
     report = look(server)
     assert words in finding(report, code)
+
+
+NOT_JUDGED = "is not judged here. No event counts as bad, no budget burns, no alert fires."
+LOOK = """
+import json, sys
+from pathlib import Path
+from exporters.adapters import checks
+from exporters.adapters.endpoint import Answer
+from exporters.adapters.engines import ADAPTERS
+from exporters.adapters.page import parse
+vllm = ADAPTERS["vllm"]
+page = parse(Answer("", Path(sys.argv[1]).read_bytes(), "text/plain"), seconds=5)
+print(json.dumps([[x.level, x.code, x.found, x.do] for x in checks.objective_bounds(vllm, page)]))
+print([flag.gives for flag in vllm.flags])
+"""
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (("m",), ["at the 1.5 s of the objective:"]),  # which has no objective of its own
+        (("own",), ["at the 3 s of the objective for own:"]),
+        (("m", "own"), ["at the 1.5 s of the objective:", "at the 3 s of the objective for own:"]),
+        (("exact",), []),
+    ],
+)
+def test_an_objective_of_ones_own_that_no_bucket_bound_measures_is_said_to_be_not_judged(
+    tmp_path: Path, models: tuple[str, ...], said: list[str]
+) -> None:
+    tables = ("threshold_seconds = 1.5", 'model = "own"\nthreshold_seconds = 3', 'model = "exact"\nthreshold_seconds = 2.5', 'class = "standard"\nthreshold_seconds = 4')  # fmt: skip
+    mine, page = tmp_path / "mine.toml", tmp_path / "page"
+    mine.write_text("".join(f'[[objective]]\nname = "ttft"\n{table}\n' for table in tables))
+    counts = {"0.8": 5, "1.0": 6, "2.5": 9, "5.0": 10, "+Inf": 10}
+    page.write_text("".join(histogram("time_to_first_token_seconds", counts, 9, f'model_name="{m}"') for m in models))
+    environment = {**os.environ, "KVSCOPE_OBJECTIVES": str(mine), "PYTHONPATH": str(REPO)}
+    argv = [sys.executable, "-c", LOOK, str(page)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found, flags = done.stdout.splitlines()
+    for (level, code, text, do), which in zip(json.loads(found), said, strict=True):
+        assert (level, code) == ("warning", "objective_not_judged")
+        assert f"Time to first token: no bucket bound {which} it {NOT_JUDGED}" == text
+        near = "1 or 2.5" if "1.5 s" in which else "2.5 or 5"
+        assert do == f"Add that bound where the engine lets you, or give the objective a threshold_seconds of {near}."
+    assert "a bucket bound at the objective's 1.5 s and 2.5 s and 3 s, so" in flags
+
+
+def test_a_default_objective_that_no_bound_stands_for_is_said_to_be_not_judged(server: Server) -> None:
+    server.pages["/metrics"] = BASE + histogram("time_to_first_token_seconds", {"0.7": 5, "1.0": 9, "+Inf": 10}, 9)
+    report = look(server)
+    assert finding(report, "objective_not_judged").endswith(NOT_JUDGED)
+    assert "objective_no_bound" not in codes(report)
+
+
+def test_kvscopes_own_engine_without_the_bound_of_an_objective_is_to_be_started_again() -> None:
+    text = "".join(
+        f'kvscope_time_to_first_token_seconds_bucket{{model="m",class="standard",le="{le}"}} 3\n'
+        for le in ("1.0", "+Inf")
+    )
+    [found] = checks.objective_bounds(OWN, parse(Answer("", text.encode(), "text/plain"), seconds=5))
+    assert found.found.endswith(NOT_JUDGED)
+    assert "Start the engine again" in found.do
 
 
 def test_a_sound_page_has_no_warning(server: Server) -> None:
