@@ -117,7 +117,7 @@ def steps() -> Section:
     lost = lines(
         PERIODIC_STALL,
         "How much time is lost in stalls?",
-        "Share of the time that passes in steps (with what holds the loop up before them) of over 50 ms and over 5 times the usual step of "
+        "Share of the engines' time that passes in steps (with what holds the loop up before them) of over 50 ms and over 5 times the usual step of "
         "their kind. Every running request waits through a stall. Idle time is none.",
         "percentunit",
         query(signal("model:kvscope_stall_seconds:rate5m"), "in stalls"),

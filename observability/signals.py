@@ -83,9 +83,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """`sum`, `max` or `min` over series, keeping the labels `by`."""
+    """`sum`, `avg`, `max` or `min` over series, keeping the labels `by`."""
 
-    op: Literal["sum", "max", "min"]
+    op: Literal["sum", "avg", "max", "min"]
     of: Node
     by: tuple[str, ...]
 
@@ -296,6 +296,7 @@ def _quantile(family: Family, q: float, *by: str) -> Quantile:
 
 
 M = ("model",)
+MI = ("model", "instance")
 G = ("gpu", "uuid", "mig")
 MC = ("model", "class")
 ML = ("model", "length_bucket")
@@ -526,11 +527,20 @@ def _residency_signals() -> list[Signal]:
     return out
 
 
-_FREE = {"state": ("free", "evictable")}  # allocatable: what external fragmentation is measured over
+_FREE = {"state": ("free", "evictable", c.ALLOCATABLE)}  # what external fragmentation is measured over
 _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS), "model")
-_free_tokens = Product(_sum(Gauge(c.KV_BLOCKS, _FREE), "model"), Aggregate("max", Gauge(c.KV_BLOCK_SIZE), M), M)
+
+
+def _slots(where: Where) -> Aggregate:
+    """Tokens that blocks hold when full. Replicas may have blocks of different sizes, so each counts with its own."""
+    return _sum(
+        Product(_sum(Gauge(c.KV_BLOCKS, where), *MI), Aggregate("max", Gauge(c.KV_BLOCK_SIZE), MI), MI), "model"
+    )
+
+
+_free_tokens = _slots(_FREE)
 
 
 def _gpu_signals() -> list[Signal]:
@@ -563,7 +573,7 @@ SIGNALS: tuple[Signal, ...] = (
     Signal("model:kvscope_requests_running:sum", "Requests running", "requests", _sum(Gauge(c.REQUESTS_RUNNING), "model"), M),
     Signal("model:kvscope_requests_waiting:sum", "Requests waiting", "requests", _sum(Gauge(c.REQUESTS_WAITING), "model"), M),
     Signal("model:kvscope_stalls:rate5m", "Stalls of the step loop per second", "1/s", _rate(c.STALLS, "model"), M),
-    Signal("model:kvscope_stall_seconds:rate5m", "Share of time lost in stalls", "ratio", _rate(c.STALL_SECONDS, "model"), M),
+    Signal("model:kvscope_stall_seconds:rate5m", "Share of the engines' time lost in stalls", "ratio", Aggregate("avg", Rate(c.STALL_SECONDS), M), M),
     Signal("model:kvscope_preemptions:rate5m", "Preemptions per second", "1/s", _rate(c.PREEMPTIONS, "model"), M),
     *_latency_signals(),
     Signal("model_tenant:kvscope_tenant_requests:rate5m", "Ended requests by tenant", "requests/s", _rate(c.TENANT_REQUESTS, *MT), MT),
@@ -591,7 +601,7 @@ SIGNALS: tuple[Signal, ...] = (
     *_residency_signals(),
     Signal(
         "model:kvscope_kv_internal_fragmentation:ratio", "Internal fragmentation: unused slots in active blocks", "ratio",
-        OneMinus(Ratio(_sum(Gauge(c.KV_STORED_TOKENS), "model"), Product(_active, Aggregate("max", Gauge(c.KV_BLOCK_SIZE), M), M), M)), M, UNIT,
+        OneMinus(Ratio(_sum(Gauge(c.KV_STORED_TOKENS), "model"), _slots({"state": "active"}), M)), M, UNIT,
     ),
     Signal(
         "model:kvscope_kv_external_fragmentation:ratio", "External fragmentation: 1 - largest free run / free blocks", "ratio",
@@ -607,7 +617,7 @@ SIGNALS: tuple[Signal, ...] = (
     ),
     Signal("model_le:kvscope_kv_free_runs:sum", "Free runs of at most `le` blocks", "blocks", _sum(Gauge(c.KV_FREE_RUNS), "model", "le"), ("model", "le")),
     *_quantization_signals(),
-    Signal("model_component:kvscope_step_seconds:rate5m", "Share of time by step component", "ratio", _rate(c.STEP_SECONDS, *MP), MP, UNIT),
+    Signal("model_component:kvscope_step_seconds:rate5m", "Time of the engines by step component, 1 being all of one engine's", "engines", _rate(c.STEP_SECONDS, *MP), MP),
     Signal("model_phase:kvscope_step_tokens:rate5m", "Tokens run through the model per second", "tokens/s", _rate(c.STEP_TOKENS, "model", "phase"), ("model", "phase")),
     *_batching_signals(),
     *_gpu_signals(),

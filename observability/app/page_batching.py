@@ -11,7 +11,7 @@ from observability.app.units import setting
 from observability.objectives import OBJECTIVES, TTFT, LatencyObjective, held_to, left_out
 from observability.signals import BY_NAME, Signal
 
-_FORWARD = (queries.STEP_TOKENS, queries.STEP_SHARE)
+_FORWARD = (queries.STEP_TOKENS, queries.STEP_TIME)
 DURATION = BY_NAME["model_kind:kvscope_step_duration_seconds:p99_5m"]
 SPREAD = {name: BY_NAME[f"model:kvscope_prefill_batch_spread_ratio:{name.lower()}_5m"] for name in ("P50", "P99")}
 SPLITS = BY_NAME["model:kvscope_prefill_batch_splits:rate5m"]
@@ -50,7 +50,7 @@ EFFICIENCY = (
         "of requests holds the batch back.",
     ),
     Panel(
-        "step-time", "Where does time go?", "% of its time", (queries.STEP_SHARE,), queries.step_shares,
+        "step-time", "Where does time go?", "% of its time", (queries.STEP_TIME,), queries.step_shares,
         lambda data, frame: charts.stacked(data, "ratio", frame, order=catalog.SHOWN_COMPONENTS, share=True),
         note="By step component, over all of the model's engines; together 100 %. Little idle: no capacity left.",
     ),

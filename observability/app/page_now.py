@@ -125,10 +125,10 @@ def _objective_panel(objective: LatencyObjective) -> Panel:
     )  # fmt: skip
 
 
-def _value_words(signal: Signal) -> Words:
+def _value_words(unit: str) -> Words:
     def words(context: Context, data: pd.DataFrame) -> str:
         value = queries.current(data, context.view)
-        return f'<div class="figure"><b>{quantity(value, signal.unit)}</b></div>'
+        return f'<div class="figure"><b>{quantity(value, unit)}</b></div>'
 
     return words
 
@@ -139,7 +139,7 @@ def _saturation_panel(key: str, question: str, signal: Signal, note: str, lines:
         key, question, "", (signal,),
         lambda source, view: queries.over_time(source, view, signal),
         lambda data, frame: charts.lines(data, signal.unit, frame, bounded=bounded),
-        lines=lines, note=note, words=_value_words(signal), compared=True,
+        lines=lines, note=note, words=_value_words(signal.unit), compared=True,
     )  # fmt: skip
 
 
@@ -172,8 +172,8 @@ SATURATION = (
         "waiting", "Is anybody waiting?", queries.WAITING, "Requests queued, waiting for KV blocks, or preempted."
     ),
     Panel(
-        "busy", "Is the engine busy?", "% of its time", (queries.STEP_SHARE,), _busy,
-        lambda data, frame: charts.lines(data, "ratio", frame, bounded=True), words=_value_words(queries.STEP_SHARE), compared=True,
+        "busy", "Is the engine busy?", "% of its time", (queries.STEP_TIME,), _busy,
+        lambda data, frame: charts.lines(data, "ratio", frame, bounded=True), words=_value_words("ratio"), compared=True,
         note="Time that the engine's loop does not idle, over all engines of the model. Near 100 % with a queue: no capacity left.",
     ),
 )  # fmt: skip

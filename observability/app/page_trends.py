@@ -68,12 +68,12 @@ def curve_words(curve: Curve, objective: LatencyObjective) -> str:
 
 
 EFFICIENCY = Panel(
-    "efficiency", "Do batches become more or less efficient?", "tok/s of compute", (trends.STEP_TOKENS, queries.STEP_SHARE),
+    "efficiency", "Do batches become more or less efficient?", "tok/s of compute", (trends.STEP_TOKENS, queries.STEP_TIME),
     trends.tokens_per_forward_second, lambda data, frame: charts.lines(data, "tokens/s", frame), compared=True,
     note="Tokens run through the model for each second of forward passes. A slow fall: contexts grow or batches shrink.",
 )  # fmt: skip
 BUSY = Panel(
-    "busy-in-the-model", "Is busy time spent in the model?", "% of busy time", (queries.STEP_SHARE,), trends.busy_in_the_model,
+    "busy-in-the-model", "Is busy time spent in the model?", "% of busy time", (queries.STEP_TIME,), trends.busy_in_the_model,
     lambda data, frame: charts.lines(data, "ratio", frame, bounded=True), compared=True,
     note="Share of the time that engines are not idle which forward passes take. The rest is scheduling, KV management, sampling and sending.",
 )  # fmt: skip

@@ -51,7 +51,7 @@ EVICTED = BY_NAME["model:kvscope_kv_evicted_blocks:rate5m"]
 INTERNAL = BY_NAME["model:kvscope_kv_internal_fragmentation:ratio"]
 EXTERNAL = BY_NAME["model:kvscope_kv_external_fragmentation:ratio"]
 QUANT_ERROR = BY_NAME["model_tensor_layer_group_scheme:kvscope_kv_quantization_relative_rms:ratio_rate5m"]
-STEP_SHARE = BY_NAME["model_component:kvscope_step_seconds:rate5m"]
+STEP_TIME = BY_NAME["model_component:kvscope_step_seconds:rate5m"]
 STEP_TOKENS = BY_NAME["model_phase:kvscope_step_tokens:rate5m"]
 STEPS = BY_NAME["model_kind:kvscope_steps:rate5m"]
 
@@ -300,8 +300,8 @@ def _changes(values: Callable[[Signal], tuple[np.ndarray, ...]]) -> list[Change]
 def tokens_per_forward_second(source: SeriesSource, view: View) -> pd.DataFrame:
     """Tokens that the model computes for each second of its forward passes. Columns time, value; absent where none ran."""
     tokens = over_time(source, view, STEP_TOKENS).groupby("time")["value"].sum()
-    share = over_time(source, view, STEP_SHARE)
-    forward = share[share["component"].str.startswith("forward_")].groupby("time")["value"].sum()
+    spent = over_time(source, view, STEP_TIME)
+    forward = spent[spent["component"].str.startswith("forward_")].groupby("time")["value"].sum()
     return (tokens / forward.where(forward > 0)).dropna().rename("value").rename_axis("time").reset_index()
 
 
@@ -315,5 +315,5 @@ def tokens_per_step(source: SeriesSource, view: View) -> pd.DataFrame:
 
 def step_shares(source: SeriesSource, view: View) -> pd.DataFrame:
     """Share of the engines' time by step component; adds up to 1. Columns time, series, value."""
-    frame = over_time(source, view, STEP_SHARE).rename(columns={"component": "series"})
+    frame = over_time(source, view, STEP_TIME).rename(columns={"component": "series"})
     return frame.assign(value=frame["value"] / frame.groupby("time")["value"].transform("sum")).dropna(subset="value")

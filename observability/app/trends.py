@@ -17,7 +17,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression
 
 from observability.app import queries
-from observability.app.queries import REQUESTS, STEP_SHARE, quantile_signal
+from observability.app.queries import REQUESTS, STEP_TIME, quantile_signal
 from observability.app.view import STEPS, View
 from observability.objectives import LatencyObjective
 from observability.signals import BY_NAME, WINDOW_SECONDS
@@ -196,7 +196,7 @@ def busy_in_the_model(source: SeriesSource, view: View) -> pd.DataFrame:
 
 
 def _shares(source: SeriesSource, view: View) -> pd.DataFrame:
-    frame = queries.over_time(source, view, STEP_SHARE)
+    frame = queries.over_time(source, view, STEP_TIME)
     wide = frame.pivot_table(index="time", columns="component", values="value", aggfunc="sum", observed=True)
     wanted = list(dict.fromkeys(["forward_prefill", "forward_decode", "idle", *wide.columns]))
     return wide.reindex(columns=wanted).fillna(0.0)

@@ -387,12 +387,13 @@ def _each(of: _Compiled, function: Callable[[np.ndarray, int], np.ndarray]) -> _
 
 def _aggregate(op: str, of: _Compiled, by: tuple[str, ...]) -> _Compiled:
     groups, member = _groups(of.labels, by)
-    if op == "sum":
+    if op in ("sum", "avg"):
 
         def run(s: _Samples) -> Vector:
             values, present = of.run(s)
             sums = np.bincount(member, np.where(present, values, 0.0), len(groups))
-            return Vector(sums, np.bincount(member, present, len(groups)) > 0)
+            counts = np.bincount(member, present, len(groups))
+            return Vector(sums if op == "sum" else sums / counts, counts > 0)
 
     else:
         extreme, start = (np.maximum, -np.inf) if op == "max" else (np.minimum, np.inf)

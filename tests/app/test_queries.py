@@ -146,13 +146,23 @@ def test_a_second_of_forward_passes_yields_the_tokens_over_the_seconds_in_them(
     seconds: dict[object, float] = defaultdict(float)
     for row in written(rows, queries.STEP_TOKENS, view):
         tokens[row["time"]] += float(row["value"])  # type: ignore[arg-type]
-    for row in written(rows, queries.STEP_SHARE, view):
+    for row in written(rows, queries.STEP_TIME, view):
         if str(row["component"]).startswith("forward"):
             seconds[row["time"]] += float(row["value"])  # type: ignore[arg-type]
     frame = queries.tokens_per_forward_second(source, view)
     truth = [tokens[t.timestamp()] / seconds[t.timestamp()] for t in frame["time"]]
     assert frame["value"].tolist() == pytest.approx(truth)
     assert len(frame) == len(view.times)
+
+
+def test_shares_of_time_of_three_engines_add_up_to_all_of_it(tmp_path: Path, end: float) -> None:
+    store, view = create(tmp_path / "store.db"), View("m", end - 600, end, 60.0)
+    times = pd.to_datetime(np.arange(end - 900, end + 1, 15.0), unit="s", utc=True)
+    for component, engines in (("forward_decode", 2.7), ("idle", 0.3)):
+        rows = pd.DataFrame({"time": times, "model": "m", "component": component, "value": engines})
+        store.append(queries.STEP_TIME.name, rows)
+    shares = queries.step_shares(store, view)
+    assert shares.groupby("series")["value"].max().to_dict() == pytest.approx({"forward_decode": 0.9, "idle": 0.1})
 
 
 def test_a_new_version_is_a_deploy_at_its_first_moment(source: SeriesSource, view: View) -> None:

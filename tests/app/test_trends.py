@@ -130,7 +130,7 @@ def test_efficiency_is_tokens_over_the_share_of_time_in_forward_passes(
     tokens, forward, busy = 0.0, 0.0, 0.0
     for row in rows[trends.STEP_TOKENS.name].itertuples(index=False):
         tokens += row.value if row.time.timestamp() == end else 0.0
-    for row in rows[queries.STEP_SHARE.name].itertuples(index=False):
+    for row in rows[queries.STEP_TIME.name].itertuples(index=False):
         if row.time.timestamp() == end:
             forward += row.value if row.component in ("forward_prefill", "forward_decode") else 0.0
             busy += row.value if row.component != "idle" else 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pandas as pd
+import pytest
 
 from observability.signals import SIGNALS, Age, Signal, TailMean
 from observability.store import embedded
@@ -128,3 +129,36 @@ def test_every_signal_equals_what_prometheus_answers_and_both_sources_agree(
                 assert_same(signal, ours[signal.name], theirs)
                 assert_sources_agree(signal, source, store, times)
     source.close()
+
+
+def test_replicas_count_with_their_own_blocks_and_share_their_time() -> None:
+    """1000 blocks of 16 tokens and 10 of 256 are free, as many full; three engines lose 6 of 15 s each."""
+    evaluator, names, counts = Evaluator(), [], []
+    for instance, size, count in (("a", 16, 1000), ("b", 256, 10)):
+        of = (("instance", instance), ("model", "m"))
+        for family, more, value in (
+            ("kvscope_kv_block_size_tokens", (), size),
+            ("kvscope_kv_blocks", (("state", "free"),), count),
+            ("kvscope_kv_blocks", (("state", "active"),), count),
+            ("kvscope_kv_stored_tokens", (), size * count),
+        ):
+            names.append((family, (*of, *more)))
+            counts.append(float(value))
+    stalls: list[Key] = [("kvscope_stall_seconds_total", (("instance", i), ("model", "m"))) for i in "abc"]
+    busy = [
+        ("kvscope_step_seconds_total", (("component", "forward_decode"), ("instance", i), ("model", "m")))
+        for i in "abc"
+    ]
+    for i in range(30):
+        values = np.array([*counts, *([6.0 * i] * 3), *([13.5 * i] * 3)])
+        evaluator.scrape(START + 15 * i, [*names, *stalls, *busy], values)
+    found = evaluator.evaluate(START + 15 * 29)
+    expected = {
+        "model:kvscope_kv_free_tokens:sum": 18_560,
+        "model:kvscope_kv_internal_fragmentation:ratio": 0,
+        "model:kvscope_stall_seconds:rate5m": 0.4,
+        "model_component:kvscope_step_seconds:rate5m": 2.7,  # engines
+    }
+    assert {name: found[name].values.tolist() for name in expected} == {
+        name: [pytest.approx(value)] for name, value in expected.items()
+    }
