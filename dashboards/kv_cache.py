@@ -99,7 +99,7 @@ def hits() -> Section:
 def _regions(title: str, name: str, scheme: str, text: str) -> Heatmap:
     return Heatmap(
         **about(KV_EXHAUSTED, title, text),
-        targets=[query(f"avg by (region) ({signal(name)})", "{{region}}")],
+        targets=[query(signal(name), "{{region}}")],
         unit="percentunit",
         options={
             "cellGap": 0,

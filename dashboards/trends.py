@@ -109,6 +109,10 @@ def week_over_week() -> Section:
     return Section("What changed since last week?", [Line(9, panels)])
 
 
+def _hour(name: str) -> str:
+    return f"sum by (model) (sum_over_time({signal(name)}[1h]))"
+
+
 def capacity() -> Section:
     """Room that is left: of KV, of time."""
     kv = lines(
@@ -134,9 +138,10 @@ def capacity() -> Section:
     efficiency = lines(
         "KvscopeBusyLowThroughput",
         "Does computing become more or less efficient?",
-        "Tokens computed for each second of forward passes, mean over an hour, by model. A slow fall: contexts grow or batches shrink.",
+        "Tokens of an hour for each second of its forward passes, by model. A slow fall: contexts grow or batches shrink.",
         "si:tok/s",
-        query(f"avg by (model) (avg_over_time({signal(symptoms.PER_FORWARD_SECOND)}[1h]))", "{{model}}"),
+        # sums, not means: a replica that came or went counts for as long as it was there
+        query(f"{_hour('model_phase:kvscope_step_tokens:rate5m')} / ({_hour(symptoms.FORWARD)} > 0)", "{{model}}"),
     )
     return Section("How much room is left?", [Line(8, [kv, time, efficiency])])
 
