@@ -50,12 +50,19 @@ def _alert_recordings(adapter: Adapter) -> list[tuple[str, str]]:
     for name, signal in (
         (symptoms.KV_USAGE, "model:kvscope_kv_usage:ratio"),
         (symptoms.WAITING, "model:kvscope_requests_waiting:sum"),
+        (symptoms.RUNNING, "model:kvscope_requests_running:sum"),
     ):
         if signal in adapter.feeds:
             source = adapter.feeds[signal].source
             assert not isinstance(source, Histogram)
             out.append((name, promql.expression(adapter, source, promql.MI)))
     return out
+
+
+def _overflow(adapter: Adapter, objective: o.LatencyObjective) -> tuple[str, str]:
+    """The rate above the top bucket bound, which an alert reads."""
+    buckets = f'{promql.bucket_record(objective)}{{engine="{adapter.engine}"'
+    return symptoms.overflow_rate(objective), f'max by (model) ({buckets}}}) - max by (model) ({buckets},le!="+Inf"}})'
 
 
 def groups(adapter: Adapter) -> dict[str, list[tuple[str, str]]]:
@@ -66,6 +73,9 @@ def groups(adapter: Adapter) -> dict[str, list[tuple[str, str]]]:
     for name, expr in promql.recorded(adapter):
         area = next((x.name for x in o.LATENCY_OBJECTIVES if f":{x.family.name}" in name), None)
         out[area or ("kv" if ":kvscope_kv_" in name else "load")].append((name, expr))
+    for objective in o.LATENCY_OBJECTIVES:
+        if objective.name in adapter.latencies:
+            out[objective.name].append(_overflow(adapter, objective))
     out["alerts"] = _alert_recordings(adapter)
     return {area: found for area, found in out.items() if found}
 

@@ -5,6 +5,7 @@ Without the instance of the exporter: what it tells is about the served model, w
 
 from __future__ import annotations
 
+from alerts import symptoms
 from alerts.links import JOB
 from alerts.types import Alert, Recording
 from observability import catalog as c
@@ -59,18 +60,19 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         name="KvscopeKVExhaustionPredicted",
         severity="warning",
-        # once it is full, KvscopeKVCacheExhausted speaks
+        # once it is full and requests wait, KvscopeKVCacheExhausted speaks
         expr=(
             f'{BREACH}{{limit="kv_exhaustion",horizon="60m"}} >= {LIKELY:g}\n'
             f'and on (model) {AGE}{{signal="kv_usage"}} < {STALE_AFTER_SECONDS}\n'
-            f"unless on (model) model:kvscope_kv_usage:ratio > {o.KV_USAGE_CRITICAL:g}"
+            f"unless on (model) (model:kvscope_kv_usage:ratio > {o.KV_USAGE_CRITICAL:g} and on (model) ({symptoms.EXHAUSTED}))"
         ),
-        hold="11m",  # longer than the ten minutes between refreshes: two of them said so
+        hold="11m",  # longer than the ten minutes between refreshes: two of them say so, unless the later one failed
         keep_firing="10m",
         summary="The KV pool is likely to run full within the hour.",
         description=(
-            f"Two forecasts in a row give {{{{ $value | humanizePercentage }}}} for more than {o.KV_USAGE_CRITICAL * 100:g} % of the KV "
-            "blocks of {{ $labels.model }} being held at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
+            f"The newest forecast gives {{{{ $value | humanizePercentage }}}} for more than {o.KV_USAGE_CRITICAL * 100:g} % of the KV "
+            "blocks of {{ $labels.model }} being held at some time of the hour from the end of its data (up to 30 minutes ago); for 11 minutes "
+            f"forecasts have given at least {LIKELY * 100:g} %."
         ),
         labels_kept=("model", "signal", "limit", "horizon"),
         area="forecasts",
@@ -79,19 +81,20 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         name="KvscopeKVRoomPredictedGone",
         severity="warning",
-        # where the pool as a whole runs full, KvscopeKVExhaustionPredicted says it
+        # where the pool as a whole runs full, KvscopeKVExhaustionPredicted says it; once requests wait for room, KvscopeKVCacheExhausted
         expr=(
             f'{BREACH}{{limit="kv_room",horizon="60m"}} >= {LIKELY:g}\n'
             f'and on (model) {AGE}{{signal="kv_free_requests"}} < {STALE_AFTER_SECONDS}\n'
-            f"unless on (model) model:kvscope_kv_free_requests:mean_length < {o.KV_ROOM_REQUESTS:g}\n"
+            f"unless on (model) (model:kvscope_kv_free_requests:mean_length < {o.KV_ROOM_REQUESTS:g} and on (model) ({symptoms.EXHAUSTED}))\n"
             f'unless on (model) {BREACH}{{limit="kv_exhaustion",horizon="60m"}} >= {LIKELY:g}'
         ),
         hold="11m",
         keep_firing="10m",
         summary="Within the hour the free KV is likely to be too small for one more request.",
         description=(
-            "Two forecasts in a row give {{ $value | humanizePercentage }} for the free KV of {{ $labels.model }} being too small for another "
-            "request of the present mean length at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
+            "The newest forecast gives {{ $value | humanizePercentage }} for the free KV of {{ $labels.model }} being too small for another "
+            "request of the present mean length at some time of the hour from the end of its data (up to 30 minutes ago); for 11 minutes "
+            f"forecasts have given at least {LIKELY * 100:g} %."
         ),
         labels_kept=("model", "signal", "limit", "horizon"),
         area="forecasts",

@@ -32,6 +32,7 @@ EXTRA_RECORDINGS: tuple[Recording, ...] = (
     HAZARD,
     *splits.RECORDINGS,
     *symptoms.RECORDINGS,
+    *symptoms.OVERFLOWS,
     *forecasts.RECORDINGS,
     *burn.recordings(),
     *burn.slow_recordings(),
@@ -81,6 +82,7 @@ def recordings() -> dict[str, list[Recording]]:
     return groups | {
         "splits": list(splits.RECORDINGS),
         "symptoms": list(symptoms.RECORDINGS),
+        "overflow": list(symptoms.OVERFLOWS),
         "forecasts": list(forecasts.RECORDINGS),
         "objectives": list(burn.recordings()),
         "budget": list(burn.slow_recordings()),

@@ -10,15 +10,18 @@ from alerts.links import JOB
 from alerts.types import Alert, Recording
 from observability import catalog as c
 from observability import objectives as o
-from observability.signals import WINDOW, Aggregate, Gauge, OneMinus, Rate, Ratio
+from observability.objectives import LatencyObjective
+from observability.signals import MI as _MI
+from observability.signals import WINDOW, Aggregate, Gauge, Not, OneMinus, Rate, Ratio, events_name
 
 _M = ("model",)
-_MI = ("model", "instance")
 _ML = ("model", "length_bucket")
 _GPU = ("instance", "gpu")
 
 KV_USAGE = "model_instance:kvscope_kv_usage:ratio"
 WAITING = "model_instance:kvscope_requests_waiting:sum"
+RUNNING = "model_instance:kvscope_requests_running:sum"
+ROOM = "model_instance:kvscope_kv_free_requests:mean_held"
 AGE = "model_instance:kvscope_last_update_age:seconds"
 FRAGMENTATION = "model_instance:kvscope_kv_external_fragmentation:ratio"
 FALLBACKS = f"model_instance:kvscope_kv_layout_fallbacks_per_lookup:ratio_rate{WINDOW}"
@@ -61,6 +64,8 @@ PERIODIC_GAPS = 8
 #: Below this many seconds it is the mix of steps and not a job.
 PERIODIC_FLOOR = 1.0
 
+#: An adapter's series carry the engine that they were read from.
+_ON_MI = "on (model, instance, engine)"
 _FORWARD = {"component": ("forward_prefill", "forward_decode")}
 _ALLOCATABLE = {"state": ("free", "evictable")}
 
@@ -73,6 +78,20 @@ def _increase(family: c.Family) -> str:
     return f"sum by ({', '.join(_MI)}) (increase({family.series}[1h]))"
 
 
+def overflow_rate(objective: LatencyObjective) -> str:
+    """Name of the rate of an objective's events above the top bucket bound."""
+    return f"model:{objective.family.name}:overflow_rate{WINDOW}"
+
+
+def _overflow(objective: LatencyObjective) -> Recording:
+    """Events less those in a finite bucket, of which the last, being cumulative, has the highest rate."""
+    events, finite = (
+        Aggregate("sum", Rate(objective.family, {"le": le}), by).promql()
+        for le, by in (("+Inf", _M), (Not(("+Inf",)), ("model", "le")))
+    )
+    return Recording(overflow_rate(objective), f"{events} - max by (model) ({finite})")
+
+
 _stall_gaps = _increase(c.STALL_GAPS)
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS))
 _tokens = _sum(Rate(c.STEP_TOKENS))
@@ -81,6 +100,9 @@ _forward = _sum(Rate(c.STEP_SECONDS, _FORWARD))
 RECORDINGS: tuple[Recording, ...] = (
     Recording(KV_USAGE, Ratio(_sum(Gauge(c.KV_BLOCKS, {"state": "active"})), _capacity, _MI).promql()),
     Recording(WAITING, _sum(Gauge(c.REQUESTS_WAITING)).promql()),
+    Recording(RUNNING, _sum(Gauge(c.REQUESTS_RUNNING)).promql()),
+    # free share / share that a running request holds; from recorded series, so that it is made for engines behind adapters too
+    Recording(ROOM, f"(1 - {KV_USAGE}) / ({KV_USAGE} > 0) * {_ON_MI} ({RUNNING} > 0)"),
     # min: of several engines behind one exporter the one that stopped longest ago counts. KV events come only while blocks change.
     Recording(AGE, f"time() - {Aggregate('min', Gauge(c.LAST_UPDATE, {'source': 'engine'}), _MI).promql()}"),
     Recording(
@@ -110,10 +132,17 @@ RECORDINGS: tuple[Recording, ...] = (
     Recording(LOOKUPS, f"sum by ({', '.join(_ML)}) (increase({c.KV_LOOKUPS.series}[30m]))"),
 )
 
+#: Another group: one holds 20 at most.
+OVERFLOWS: tuple[Recording, ...] = tuple(_overflow(x) for x in o.LATENCY_OBJECTIVES)
+
+#: Requests that wait where the pool is full, or has less room than a running request takes on average: with long requests that is
+#: long before it is full. The first speaks alone for an engine that does not tell how many run.
+EXHAUSTED = (
+    f"{WAITING} > 0\nand {_ON_MI} ({KV_USAGE} > {o.KV_USAGE_CRITICAL:g} or {_ON_MI} {ROOM} < {o.KV_ROOM_REQUESTS:g})"
+)
+
 #: What makes forecasts is no source: KvscopeForecastStale speaks of it.
 _DOWN = f'up{{job=~"{JOB}|{JOB}-.+",job!="{JOB}-forecast"}} == 0'
-#: An adapter's series carry the engine that they were read from.
-_ON_MI = "on (model, instance, engine)"
 _WHERE = "{{ $labels.model }} on {{ $labels.instance }}"
 
 ALERTS: tuple[Alert, ...] = (
@@ -163,13 +192,13 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         name="KvscopeKVCacheExhausted",
         severity="warning",
-        expr=f"{KV_USAGE} > {o.KV_USAGE_CRITICAL:g}\nand {_ON_MI} {WAITING} > 0",
+        expr=EXHAUSTED,
         hold="2m",
         keep_firing="5m",
-        summary="The KV cache is full while requests wait.",
+        summary="The KV cache has no room for another request while requests wait.",
         description=(
-            "Running requests hold {{ $value | humanizePercentage }} of the KV blocks of {{ $labels.model }} on "
-            f"{{{{ $labels.instance }}}} (limit {o.KV_USAGE_CRITICAL * 100:g} %), and others wait for blocks."
+            f"{{{{ $value }}}} requests to {_WHERE} wait: running ones hold more than {o.KV_USAGE_CRITICAL * 100:g} % of its KV blocks, or "
+            "leave fewer than one of them holds on average."
         ),
         labels_kept=_MI,
         area="kv",
@@ -193,7 +222,7 @@ ALERTS: tuple[Alert, ...] = (
         expr=f"{PREEMPTED} > {PREEMPTION_STORM:g}\nand {_ON_MI} {PREEMPTIONS} > {PREEMPTION_FLOOR:g}",
         hold="5m",
         keep_firing="5m",
-        summary="Running requests are put back more often than requests end.",
+        summary="Running requests are put back more often than once for two requests that end.",
         description=f'{_WHERE} preempts {{{{ printf "%.1f" $value }}}} times for each request that ends; above {PREEMPTION_STORM:g} it computes much twice.',
         labels_kept=_MI,
         area="scheduling",
@@ -362,7 +391,8 @@ ALERTS: tuple[Alert, ...] = (
         name="KvscopeLatencyOverflow",
         severity="warning",
         expr="\nor ".join(
-            f"(avg_over_time(model:{x.family.name}:overflow_ratio_rate{WINDOW}[1h]) > {OVERFLOW:g}"
+            # a ratio of means: a mean of ratios weighs a quiet minute like a busy one, and is NaN for an hour after one without events
+            f"(avg_over_time({overflow_rate(x)}[1h]) / (avg_over_time({events_name(x, ())}[1h]) > 0) > {OVERFLOW:g}"
             f' and on (model, engine) sum by (model, engine) ({burn.events("1h")}{{objective="{x.name}"}}) >= {x.min_events})'
             for x in o.LATENCY_OBJECTIVES
         ),

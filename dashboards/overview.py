@@ -84,7 +84,7 @@ def well() -> Section:
         "How full is the KV pool?",
         "KV blocks held by running requests over the pool's blocks, fullest instance of the chosen models. Cached blocks "
         f"that nobody holds do not count. Above {o.KV_USAGE_CRITICAL * 100:g} % with requests waiting, {KV_EXHAUSTED} "
-        "fires. Absent for an unbounded pool.",
+        "fires; with long requests earlier, once less is free than one holds. Absent for an unbounded pool.",
         f"max({signal(symptoms.KV_USAGE)})",
         "percentunit",
         (None, GREEN),

@@ -22,7 +22,7 @@ from tests.boards.promql import selectors
 from tests.conftest import REPO
 
 FILES = {path: yaml.safe_load(text) for path, text in adapters.rule_files().items()}
-ALERT_SERIES = {symptoms.KV_USAGE, symptoms.WAITING}
+ALERT_SERIES = {symptoms.KV_USAGE, symptoms.WAITING, symptoms.RUNNING, *map(symptoms.overflow_rate, LATENCY_OBJECTIVES)}
 BURN_SERIES = {burn.EVENTS, burn.BAD, burn.ALLOWED}
 
 

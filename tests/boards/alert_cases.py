@@ -144,7 +144,19 @@ CASES: tuple[AlertCase, ...] = (
         alert="KvscopeKVCacheExhausted",
         courses=(*_blocks(50, 97, 97), Course(f'kvscope_requests_waiting{{{MC},instance="a:1"}}', "gauge", 0, 3, 0)),
         labels={"severity": "warning", **_REPLICA},
-        description="Running requests hold 97% of the KV blocks of m on a:1 (limit 95 %), and others wait for blocks.",
+        description="3 requests to m on a:1 wait: running ones hold more than 95 % of its KV blocks, or leave fewer than one of them holds on average.",
+        settle=10, pending=1, fires=3, steady=4, recovers=7,
+    ),
+    AlertCase(
+        alert="KvscopeKVCacheExhausted",
+        # two that hold 35 % each leave 30 %; of three that hold 25 % each one more fits
+        courses=(
+            *_blocks(70, 70, 75),
+            Course(f'kvscope_requests_running{{{MC},instance="a:1"}}', "gauge", 2, 2, 3),
+            Course(f'kvscope_requests_waiting{{{MC},instance="a:1"}}', "gauge", 0, 8, 8),
+        ),
+        labels={"severity": "warning", **_REPLICA},
+        description="8 requests to m on a:1 wait: running ones hold more than 95 % of its KV blocks, or leave fewer than one of them holds on average.",
         settle=10, pending=1, fires=3, steady=4, recovers=7,
     ),
     AlertCase(
@@ -287,7 +299,8 @@ CASES: tuple[AlertCase, ...] = (
         ),
         labels={"severity": "warning", "model": "m", "signal": "kv_usage", "limit": "kv_exhaustion", "horizon": "60m"},
         description=(
-            "Two forecasts in a row give 75% for more than 95 % of the KV blocks of m being held at some time of the hour from the end of the forecast's data (up to 30 minutes ago)."
+            "The newest forecast gives 75% for more than 95 % of the KV blocks of m being held at some time of the hour from the end of its data (up to 30 "
+            "minutes ago); for 11 minutes forecasts have given at least 50 %."
         ),
         settle=15, pending=10, fires=12, steady=14, recovers=12,
     ),
@@ -299,8 +312,8 @@ CASES: tuple[AlertCase, ...] = (
         ),
         labels={"severity": "warning", "model": "m", "signal": "kv_free_requests", "limit": "kv_room", "horizon": "60m"},
         description=(
-            "Two forecasts in a row give 75% for the free KV of m being too small for another request of the present mean length at some "
-            "time of the hour from the end of the forecast's data (up to 30 minutes ago)."
+            "The newest forecast gives 75% for the free KV of m being too small for another request of the present mean length at some time of the hour "
+            "from the end of its data (up to 30 minutes ago); for 11 minutes forecasts have given at least 50 %."
         ),
         settle=15, pending=10, fires=12, steady=14, recovers=12,
     ),

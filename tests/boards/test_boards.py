@@ -405,6 +405,9 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
     }
     elsewhere |= {
         symptoms.COMPUTED: "the board shows it by phase",
+        symptoms.RUNNING: "the boards show it by model and class",
+        symptoms.ROOM: "follows from KV use and the requests that run",
+        **{symptoms.overflow_rate(x): "the board shows its share" for x in objectives.LATENCY_OBJECTIVES},
         rules.HAZARD.name: "what survival is made of",
         symptoms.COMPACTED: "whether compaction runs, for two alerts",
         symptoms.FALLBACK_RATE: "the floor of two alerts",
@@ -428,3 +431,39 @@ def test_every_recorded_series_is_on_a_board_or_named_here_with_a_reason() -> No
     elsewhere |= dict.fromkeys(windows, "the board shows some windows of one ratio")
     assert shown | set(elsewhere) >= rules.recorded_names()
     assert not shown & set(elsewhere)
+
+
+def test_tokens_of_an_hour_for_each_second_of_its_forward_passes_whatever_the_hour_was_like(
+    program: Callable[[str], str], tmp_path: Path
+) -> None:
+    """A replica of 10 tokens a second of forward passes for an hour, idle for ten minutes of it, and one of 1000 for five minutes."""
+    [panel] = [p for p in asking(MAIN["trends"]) if p["title"] == "Does computing become more or less efficient?"]
+    series = {
+        'kvscope_step_tokens_total{model="m",instance="a",phase="decode"}': "0+100x200 20000x40 20000+100x60",
+        'kvscope_step_seconds_total{model="m",instance="a",component="forward_decode"}': "0+10x200 2000x40 2000+10x60",
+        'kvscope_step_tokens_total{model="m",instance="b",phase="decode"}': "_x200 0+10000x20 200000x80",
+        'kvscope_step_seconds_total{model="m",instance="b",component="forward_decode"}': "_x200 0+10x20 200x80",
+    }
+    expr = panel["targets"][0]["expr"].replace("$model", "m")
+    # of the hour's samples a is busy in 200 and b in 20, for as many seconds in each
+    test = {
+        "rule_files": [str(Path(__file__).resolve().parents[2] / "alerts/generated/kvscope-recording.yml")],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [
+                    {
+                        "expr": f"abs({expr} - (200 * 10 + 20 * 1000) / 220) < bool 10",
+                        "eval_time": "75m",
+                        "exp_samples": [{"labels": '{model="m"}', "value": 1}],
+                    }
+                ],
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump(test, width=10_000))
+    done = subprocess.run([program("promtool"), "test", "rules", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
