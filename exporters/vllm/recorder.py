@@ -165,7 +165,7 @@ class Recorder:
                 observed.anomalies[p.UNREADABLE_FIELD] += 1
             else:
                 active = round(usage * self._usable)
-        waiting += deferred if isinstance(deferred, int) else 0
+        waiting += deferred if isinstance(deferred, int) and deferred < _MOST else 0
         observed.gauges = said = Gauges(observed.wall_clock(), running, waiting, active)
         self._words[self._indices[id(observed)]] = Word(said.unix_time, running + waiting)
         cache = getattr(stats, "prefix_cache_stats", None)
@@ -314,12 +314,12 @@ _NAN = float("nan")
 
 
 def _number(observed: Observed, owner: Any, name: str) -> float:
-    """A numeric field of vLLM's statistics; NaN, and an anomaly, where it is missing, of another type or not finite."""
+    """A numeric field of vLLM's statistics; NaN, and an anomaly, where it is missing, of another type or too large."""
     value = getattr(owner, name, None)
-    if (type(value) is int or type(value) is float) and -_INF < value < _INF:
+    if (type(value) is int or type(value) is float) and -_MOST < value < _MOST:
         return value
     observed.anomalies[p.UNREADABLE_FIELD] += 1
     return _NAN
 
 
-_INF = float("inf")
+_MOST = 1e300  # an integer may be larger than any float

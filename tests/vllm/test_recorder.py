@@ -250,3 +250,10 @@ def test_a_gauge_whose_field_is_gone_is_absent_and_not_its_last_value() -> None:
     assert ("kvscope_kv_blocks", "smol", "active") not in found
     assert found["kvscope_requests_waiting", "smol", "standard"] == 1
     assert found["kvscope_telemetry_anomalies_total", "smol", "unreadable_field"] == 2
+
+
+@pytest.mark.parametrize("name", ["num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"])
+def test_a_number_larger_than_any_float_is_no_number(name: str) -> None:
+    r = recorder()
+    r.record(scheduler(**{name: 10**400}), None)
+    assert all(float(value) < 1e300 for value in values(r.observed["0"]).values())
