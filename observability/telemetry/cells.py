@@ -1,8 +1,9 @@
 """The numbers that telemetry keeps, and how each becomes series. recorder.py writes them, this file reads them.
 
 Counters and histograms exist from the start with 0 for every label value that can occur, so that a rate sees the first
-increment. What depends on traffic or settings (swapped requests, a host tier, quantized KV) is absent until it occurs, as are the
-latency histograms of a class until its first request comes in.
+increment: one that is born with a request in it loses that request. What depends on settings (preemption, swapping, a host tier,
+quantized KV) is absent unless the engine expects it or until it occurs, as are the latency histograms of a class until its first
+request comes in.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from observability.telemetry.residency import PoolResidency, residency_blocks
 from observability.telemetry.snapshot import Block, FamilySamples, Histograms, Layout, Series, counters, gauges
 from observability.telemetry.stalls import Stalls
 
-#: States that exist in every engine; the others get their series when a request first enters them.
+#: States that exist in every engine; the others get their series when they are expected, or when a request first enters them.
 _ALWAYS_IN_USE = ("queued", "kv_wait", "prefill", "decode")
 _COMPONENTS = len(c.COMPONENTS)
 _KV_MOVE, _DEQUANT = c.COMPONENTS.index("kv_move"), c.COMPONENTS.index("dequant")
@@ -136,9 +137,9 @@ class Cells(StepClock):
         self._tail_bounds = buckets.tail
         self._tail_seconds = np.zeros((len(buckets.tail), len(c.STATES) * _COMPONENTS))
         self._tail_requests = np.zeros(len(buckets.tail))
-        # The same by prompt length: requests and seconds. A length beyond the first that nobody was served of has no series.
+        # The same by prompt length: requests and seconds.
         self._tail_lengths = np.zeros((2, len(buckets.tail), len(c.LENGTH_BUCKETS)))
-        # What exists beyond the minimum, learned from traffic. Flags only ever go from False to True.
+        # What exists beyond the minimum, expected of settings or learned from traffic. Flags only ever go from False to True.
         self._state_used = [state in _ALWAYS_IN_USE for state in c.STATES]
         self._class_used = [name == "standard" for name in c.CLASSES]  # by the threads that submit
         self._tier_used = [tier == "device" for tier in c.TIERS]
@@ -305,9 +306,6 @@ class Cells(StepClock):
 
     def _read_tail_lengths(self, which: int) -> list[float]:
         above = np.cumsum(self._tail_lengths[:, ::-1], axis=1)[:, ::-1]
-        unused = above[0, 0] == 0.0  # the lowest bound counts everyone
-        unused[0] = False
-        above[:, :, unused] = nan
         flat: list[float] = above[which].ravel().tolist()
         return flat
 

@@ -240,9 +240,6 @@ class Observed:
 
     def _read_tail_lengths(self, which: int) -> list[float]:
         above = np.cumsum(self._tail_lengths[:, ::-1], axis=1)[:, ::-1]
-        unused = above[0, 0] == 0.0  # the lowest bound counts everyone
-        unused[0] = False
-        above[:, :, unused] = nan
         flat: list[float] = above[which].ravel().tolist()
         return flat
 

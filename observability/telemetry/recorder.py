@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
@@ -208,9 +208,11 @@ class Telemetry(Cells):
         for i, missed in enumerate(tokens):
             self._add(self._regret, i, missed)
 
-    def expect_host_tier(self) -> None:
-        """There is a host tier: its hits are counted from 0 on."""
-        self._tier_used[_HOST] = True
+    def expect(self, *, states: Iterable[int] = (), tiers: Iterable[int] = (), layouts: Iterable[int] = ()) -> None:
+        """Requests and blocks can come to be in these (indices in STATES, TIERS and LAYOUTS): they are counted from 0 on."""
+        for used, indices in ((self._state_used, states), (self._tier_used, tiers), (self._layout_used, layouts)):
+            for index in indices:
+                used[index] = True
 
     @_guarded
     def preempted(self, trace: RequestTrace, reason: int = 0) -> None:

@@ -78,8 +78,8 @@ Every family that kvscope exports, made from `observability/catalog.py` by
 
 Counters and histograms exist from the start with 0 for every label value that can occur; the latency histograms of a class, and all of a
 tenant, from its first request on; a tenant's `error`, `rejected`, `deadline` and `invalid` once some tenant had one. A series that has no source is
-absent, never 0: states `preempted` and `swapped`, tier `host` and layout `compressed` until they occur, quantization
-families unless KV is stored quantized, pools that an engine does not have, and capacity, free blocks, address regions and
+absent, never 0: state `preempted` of an unbounded pool, state `swapped`, tier `host` and layout `compressed` unless settings allow them,
+quantization families unless KV is stored quantized, pools that an engine does not have, and capacity, free blocks, address regions and
 residency of an unbounded pool.
 Each histogram `x` has `x_bucket` with a label `le`, `x_sum` and `x_count`. Request duration and time to first token carry
 exemplars (`trace_id`, or `request_id` without tracing) for a scraper that asks for OpenMetrics.

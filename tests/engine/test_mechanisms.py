@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observability.catalog import CLASSES
 from observability.engine.types import ControllerConfig
-from tests.engine.support import VOCABULARY, Exposition, assert_idle_and_whole, generate, make_engine, make_request
+from tests.engine.support import (
+    VOCABULARY,
+    Exposition,
+    TimedExecutor,
+    assert_idle_and_whole,
+    generate,
+    make_engine,
+    make_request,
+)
 
 
 def load(seed: int) -> list[tuple]:
@@ -118,3 +127,29 @@ def test_every_request_gets_its_own_tokens_whatever_is_moved(config, operations,
             for outcome in ("issued", "useful", "late", "wasted")
         )
         assert issued == useful + late + wasted + engine.kv.host.prefetched.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "there"),
+    [
+        ({"num_blocks": None}, set()),
+        ({}, {"preempted"}),
+        ({"num_host_blocks": 32}, {"preempted", "swapped", "host"}),
+        ({"num_host_blocks": 32, "swapping": False}, {"preempted", "host"}),
+        (
+            {"num_compressed_blocks": 32, "contiguous_below": 16, "compressed_from": 64, "recent_window": 16},
+            {"preempted", "compressed"},
+        ),
+    ],
+)
+def test_what_settings_allow_counts_from_0_before_it_happens_and_the_rest_is_absent(
+    options: dict[str, object], there: set[str]
+) -> None:
+    engine = make_engine(TimedExecutor(), **options)
+    shown = {f.family.name: {row.labels[1:] for row in f.rows if row.value == 0.0} for f in engine.telemetry.snapshot()}
+    states = {labels[0] for labels in shown["kvscope_request_phase_seconds"]}
+    tiers = {labels[1] for labels in shown["kvscope_kv_hit_tokens"]}
+    layouts = {labels[0] for labels in shown["kvscope_kv_allocated_blocks"]}
+    assert states == {"queued", "kv_wait", "prefill", "decode"} | there & {"preempted", "swapped"}
+    assert tiers == {"device"} | there & {"host"}
+    assert layouts == {"contiguous", "paged"} | there & {"compressed"}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from observability.catalog import COMPONENTS, REGRET_WINDOWS
+from observability.catalog import COMPONENTS, REGRET_WINDOWS, TIERS
 from observability.engine.kv.compaction import move_blocks, plan_compaction
 from observability.engine.kv.device import DevicePools
 from observability.engine.kv.host import HostTier, host_keys
@@ -23,9 +23,11 @@ from observability.engine.kv.table import COMPRESSED, CONTIGUOUS, PAGED, BlockTa
 from observability.engine.types import EngineConfig, Executor, Payload, PromptSpan, Request, Transfer
 from observability.telemetry import mechanisms as m
 from observability.telemetry.cells import KVState
+from observability.telemetry.phases import PREEMPTED, SWAPPED
 from observability.telemetry.recorder import Telemetry
 
 _KV_ALLOC, _KV_EVICT, _KV_MOVE = (COMPONENTS.index(name) for name in ("kv_alloc", "kv_evict", "kv_move"))
+_HOST = TIERS.index("host")
 _log = logging.getLogger(__name__)
 _NONE: Blocks = np.empty(0, dtype=np.int64)
 _COMPRESS_AT_ONCE = 256  # blocks, between two steps
@@ -67,14 +69,16 @@ class KVManager:
             self.host = HostTier(config.num_host_blocks, self.device.size, executor, telemetry)
             self.pool.on_replace = self.host.replaced
             self.host.pool.on_evict = self._evicted_from_host
-            telemetry.expect_host_tier()
+            telemetry.expect(tiers=(_HOST,), states=(SWAPPED,) if config.swapping else ())
             moves += [m.OFFLOAD, m.LOAD] + ([m.SWAP_OUT, m.SWAP_IN] if config.swapping else [])
         if self.compressed is not None:
             moves.append(m.COMPRESS)
+            telemetry.expect(layouts=(COMPRESSED,))
         if config.compaction_seconds:
             moves.append(m.COMPACTION)
         self.evictions: EvictionMemory | None = None
-        if self.pool.bounded:  # an unbounded one never evicts
+        if self.pool.bounded:  # an unbounded one never evicts, and nobody has to give way
+            telemetry.expect(states=(PREEMPTED,))
             existing = [pool for pool in self.pools if pool is not None]
             for pool in existing:
                 pool.ledger = Ledger(pool.size, executor.clock.now)
