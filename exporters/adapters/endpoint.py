@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import anyio
@@ -179,11 +179,13 @@ class Endpoint:
         if not path.endswith("/metrics") or path.endswith(TRTLLM_METRICS):
             return await self.get(self.url)
         above = path.removesuffix("/metrics")  # of a server behind a proxy: what all its paths begin with
-        other = await self.get(self.at(above + TRTLLM_METRICS))
+        beside = self.at(above + TRTLLM_METRICS)
+        other = await self.get(beside)
         if isinstance(other, Answer) and b"trtllm_" in other.body:
             return _refuse(self.url) if self.has_path else other
         if isinstance(other, Finding) and other.code in ("no_answer", "timeout", "half_answer"):
-            return other
+            asked, meant = without_secrets(str(beside)), without_secrets(str(self.url))
+            return replace(other, found=other.found.replace(asked, meant))
         models = await self.json(above + "/v1/models")
         if _owned_by_trtllm(models) or (models is None and _serves_trtllm(await self.json(above + "/openapi.json"))):
             return _refuse(self.url)

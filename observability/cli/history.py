@@ -18,7 +18,7 @@ def history(
     ] = None,
     days: Annotated[float, typer.Option(min=0.1, max=14.0, help="How far back it goes.")] = 3.0,
     model: Annotated[str, typer.Option(help="Model label of the series.")] = "smollm2-135m",
-    seed: Annotated[int, typer.Option(help="Another seed, another load.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, another load.")] = 0,
 ) -> None:
     """Fill a store with simulated history (virtual time) up to now, one point a minute.
 

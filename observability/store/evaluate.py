@@ -393,7 +393,7 @@ def _aggregate(op: str, of: _Compiled, by: tuple[str, ...]) -> _Compiled:
             values, present = of.run(s)
             sums = np.bincount(member, np.where(present, values, 0.0), len(groups))
             counts = np.bincount(member, present, len(groups))
-            return Vector(sums if op == "sum" else sums / counts, counts > 0)
+            return Vector(sums if op == "sum" else sums / np.maximum(counts, 1), counts > 0)
 
     else:
         extreme, start = (np.maximum, -np.inf) if op == "max" else (np.minimum, np.inf)

@@ -48,6 +48,7 @@ MAX_DAYS = embedded.RETENTION_SECONDS / embedded.DAY_SECONDS
 _DAY_SECONDS = 86400.0
 _BATCH_STEPS = 240
 _PART_SECONDS = 43200.0
+_MOST_PARTS = round(MAX_DAYS * _DAY_SECONDS / _PART_SECONDS)
 _WARM_UP_SECONDS = 1800.0
 _SHOW_SECONDS = 0.2
 
@@ -72,6 +73,10 @@ def make_history(
     `model` becomes the label of the series, so that they join with those of the served model. Raises ConfigError for days
     outside the store's retention and StoreError.
     """
+    if not model.strip():
+        raise ConfigError(
+            "The model has no name.", next_step="Give the name of the served model, or leave --model out."
+        )
     if not 0.0 < days <= MAX_DAYS:
         raise ConfigError(
             f"{days:g} days of history are not possible.",
@@ -87,7 +92,8 @@ def make_history(
         if end - start < 2 * INTERVAL_SECONDS:
             return History(end, end, 0, 0, time.perf_counter() - began)
         edges = np.linspace(start, end, max(1, round((end - start) / _PART_SECONDS)) + 1).tolist()
-        parts = [_Part(model, seed + i, low, high) for i, (low, high) in enumerate(pairwise(edges))]
+        # no two histories share the load of a part
+        parts = [_Part(model, seed * _MOST_PARTS + i, low, high) for i, (low, high) in enumerate(pairwise(edges))]
         steps = requests = 0
         with store.recording(), _progress(end - start) as show:
             for done in _run(parts, show):

@@ -116,8 +116,10 @@ def test_endpoint_that_hangs_or_trickles_is_given_up_within_the_timeout(
 
 
 def test_closed_port_is_an_error_not_a_traceback(free_port: Callable[[], int]) -> None:
-    report = examine(f"http://127.0.0.1:{free_port()}", interval_seconds=0)
+    address = f"http://127.0.0.1:{free_port()}/metrics"
+    report = examine(address, interval_seconds=0)
     assert codes(report) == {"no_answer"}
+    assert report.findings[0].found.startswith(f"{address} does not answer")
     assert report.exit_code == 2
 
 

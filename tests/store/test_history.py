@@ -125,6 +125,27 @@ def test_absurd_spans_are_refused(tmp_path: Path, days: float) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        history.make_history(tmp_path / "s.sqlite", model=" ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_seed_shares_no_part_of_its_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the longest histories."""
+    asked: list[set[int]] = []
+
+    def run(parts: list[history._Part], show: object) -> list[history._Done]:
+        asked.append({part.seed for part in parts})
+        return []
+
+    monkeypatch.setattr(history, "_run", run)
+    for seed in range(3):
+        history.make_history(tmp_path / f"{seed}.sqlite", days=history.MAX_DAYS, seed=seed, end=END)
+    assert [len(seeds) for seeds in asked] == [28, 28, 28]
+    assert len(set.union(*asked)) == 3 * 28
+
+
 def test_an_interrupted_run_leaves_no_store_and_no_process(
     spawn: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
