@@ -26,6 +26,7 @@ from observability.engine.executor.kv_cache import Batch, FloatKV, Int8KV, Span
 from observability.engine.executor.quantizer import QuantizedBlocks
 from observability.engine.executor.timing import Part, StepTimer
 from observability.engine.executor.torch_executor import TorchExecutor
+from observability.engine.model.costs import MODELS, ModelCost
 from observability.engine.model.llama import ModelConfig
 from observability.engine.model.loading import LoadedModel
 from observability.engine.types import Chunk, EngineConfig, Request, SamplingParams, Scheme, StepPlan
@@ -63,6 +64,27 @@ def settings_with(**changes: object) -> EngineConfig:
         "quant_sample_rate": 1.0,
     }
     return EngineConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 64])
+@pytest.mark.parametrize(
+    "record", [model for model in MODELS.values() if "int8" in model.kv_formats], ids=lambda m: m.name
+)
+def test_blocks_in_virtual_time_take_the_bytes_that_are_stored(record: ModelCost, size: int) -> None:
+    shape = ModelConfig(
+        vocab_size=record.vocab_size, hidden_size=record.hidden_size, intermediate_size=8, num_layers=record.layers,
+        num_heads=record.heads, num_kv_heads=record.kv_heads, head_dim=record.head_dim, max_position=record.max_context,
+    )  # fmt: skip
+    found = {}
+    for scheme in SCHEMES:
+        blocks = QuantizedBlocks(shape, scheme=scheme, count=1, block_size=size, device=CPU, sample_rate=0.0, seed=0)
+        found[scheme] = blocks.block_set.bytes_per_block
+    one = EngineConfig(block_size=size, num_blocks=1, max_model_len=size)
+    for dtype in (torch.float32, torch.bfloat16):
+        exact = FloatKV(shape, one, CPU, dtype, StepTimer(CPU))
+        found[str(dtype).removeprefix("torch.")] = exact.block_sets[0].bytes_per_block
+    assert found == {kv_format: record.kv_bytes_per_block(kv_format, size) for kv_format in record.kv_formats}
+    assert all(record.kv_bytes_per_token(f, size) * size == stored for f, stored in found.items())
 
 
 def step_of(exact: np.ndarray, scheme: Scheme, axis: int) -> np.ndarray:

@@ -372,8 +372,8 @@ def test_the_stores_tensors_have_the_bytes_of_the_cost_record(config: LatentConf
     executor = TorchExecutor(loaded, engine, None)
     assert isinstance(executor.kv, LatentKV)
     record, kv_format = latent_cost("same", config, source="test"), str(dtype).removeprefix("torch.")
-    assert executor.kv.pool.nbytes == 40 * 8 * record.kv_bytes_per_token(kv_format)
-    assert executor.kv_bytes_per_block == 8 * record.kv_bytes_per_token(kv_format)
+    assert executor.kv.pool.nbytes == 40 * record.kv_bytes_per_block(kv_format, 8)
+    assert executor.kv_bytes_per_block == record.kv_bytes_per_block(kv_format, 8)
     assert executor.kv.rings.nbytes == 3 * record.kv_fixed_bytes(kv_format)
     assert executor.kv_fixed_bytes_per_sequence == record.kv_fixed_bytes(kv_format)
     assert record.parameters == sum(w.numel() for w in random_weights(config).values())
@@ -381,7 +381,7 @@ def test_the_stores_tensors_have_the_bytes_of_the_cost_record(config: LatentConf
 
 def test_cost_records_are_published_figures() -> None:
     tiny = MODELS["tiny-mla"]
-    assert tiny.kv_bytes_per_token("float32") == 2 * (32 + 8) * 4
+    assert tiny.kv_bytes_per_token("float32", 16) == 2 * (32 + 8) * 4
     assert tiny.kv_fixed_bytes("float32") == 2 * 32 * (32 + 8) * 4
     v3 = LatentConfig(
         vocab_size=129_280, hidden_size=7168, intermediate_size=18_432, num_heads=128, q_lora_rank=1536, kv_lora_rank=512,
@@ -389,7 +389,7 @@ def test_cost_records_are_published_figures() -> None:
         max_position=163_840,
     )  # fmt: skip
     ours, published = latent_cost("v3 with dense layers", v3, source="config.json"), MODELS["deepseek-v3"]
-    assert ours.kv_bytes_per_token("bfloat16") == published.kv_bytes_per_token("bfloat16") == 70_272
+    assert ours.kv_bytes_per_token("bfloat16", 16) == published.kv_bytes_per_token("bfloat16", 16) == 70_272
     for decode in (False, True):
         assert ours.attention_flops(100, 7, decode=decode) == published.attention_flops(100, 7, decode=decode)
 
@@ -417,7 +417,7 @@ def test_memory_of_long_sequences_is_fixed_part_plus_slope(record_property: Any)
         held[name] = runner.engine.kv_state().active * runner.executor.kv_bytes_per_block + rings
         if name == "tiny-mla":
             record = MODELS[name]
-            slope = record.kv_bytes_per_token("float32")
+            slope = record.kv_bytes_per_token("float32", 16)
             want = count * record.kv_fixed_bytes("float32") + slope * tokens
             assert want <= held[name] <= want + count * size * slope
         else:

@@ -30,22 +30,23 @@ MIB = 2**20
 )
 def test_kv_bytes_are_the_published_ones(name: str, kv_format: str, slope: float, window_mib: float) -> None:
     model = model_by_name(name)
-    assert model.kv_bytes_per_token(kv_format) == pytest.approx(slope, abs=0.5)
+    assert model.kv_bytes_per_token(kv_format, 16) == pytest.approx(slope, abs=0.5)
+    assert model.kv_bytes_per_block(kv_format, 64) == pytest.approx(64 * slope, abs=32)
     assert model.kv_fixed_bytes(kv_format) / MIB == pytest.approx(window_mib, abs=0.03)
 
 
 def test_a_million_tokens_of_v4_pro_take_the_published_gibibytes() -> None:
-    assert MODELS["deepseek-v4-pro"].kv_bytes_per_token("bfloat16") * 2**20 / 2**30 == pytest.approx(9.62, abs=0.01)
-    assert MODELS["deepseek-v3"].kv_bytes_per_token("bfloat16") * 2**20 / 2**30 == pytest.approx(68.6, abs=0.1)
+    assert MODELS["deepseek-v4-pro"].kv_bytes_per_token("bfloat16", 16) * 2**20 / 2**30 == pytest.approx(9.62, abs=0.01)
+    assert MODELS["deepseek-v3"].kv_bytes_per_token("bfloat16", 16) * 2**20 / 2**30 == pytest.approx(68.6, abs=0.1)
 
 
 def test_v4_pro_needs_27_percent_of_the_flops_of_v3_2_at_a_million_tokens() -> None:
-    """The DeepSeek-V4 model card's claim. V3.2 by hand: 37 B active; indexer of 64 heads x 128 over every token and
+    """The DeepSeek-V4 model card's claim. V3.2 by hand: 37 B active, of which the input table is only looked up; indexer of 64 heads x 128 over every token and
     layer; absorbed MLA (128 heads over 512 + 64, then 512) over the 2,048 tokens it picks."""
     n = 2**20
-    v32 = 2 * 37e9 + 61 * (2 * 64 * 128 * n + 2 * 128 * (512 + 64 + 512) * 2048)
+    v32 = 2 * (37e9 - 129_280 * 7168) + 61 * (2 * 64 * 128 * n + 2 * 128 * (512 + 64 + 512) * 2048)
     pro = MODELS["deepseek-v4-pro"]
-    assert (pro.linear_flops(1) + pro.attention_flops(n - 1, 1, decode=True)) / v32 == pytest.approx(0.27, abs=0.015)
+    assert (pro.linear_flops(1, 1) + pro.attention_flops(n - 1, 1, decode=True)) / v32 == pytest.approx(0.27, abs=0.015)
 
 
 def test_expert_parameters_are_those_of_the_published_layer_sizes() -> None:
@@ -68,13 +69,42 @@ def test_parameters_of_dense_models_follow_from_their_sizes() -> None:
 
 def test_a_step_reads_the_experts_its_tokens_are_routed_to() -> None:
     model = MODELS["deepseek-v3"]
-    assert model.weight_bytes_read(1) == pytest.approx(37e9, rel=1e-6)  # fp8: one byte an active parameter
-    assert model.weight_bytes_read(10_000) == pytest.approx(671e9, rel=1e-6)
+    table = 129_280 * 7168  # parameters of the input table, and of the output layer
+    # fp8: one byte a parameter of the layers
+    assert model.layer_bytes_read(1) == pytest.approx(37e9 - 2 * table, rel=1e-6)
+    assert model.layer_bytes_read(10_000) == pytest.approx(671e9 - 2 * table, rel=1e-6)
+    assert model.output_bytes == 2 * table  # bfloat16
+    assert model.weight_bytes == pytest.approx(671e9 + 2 * table)
     untouched = 1.0
     for _ in range(32):
         untouched *= 1 - 8 / 256
-    assert model.weight_bytes_read(32) == pytest.approx(671e9 - untouched * model.expert_parameters, rel=1e-6)
-    assert MODELS["llama-3-8b"].weight_bytes_read(1) == MODELS["llama-3-8b"].weight_bytes
+    want = 671e9 - 2 * table - untouched * model.expert_parameters
+    assert model.layer_bytes_read(32) == pytest.approx(want, rel=1e-6)
+    # fp4 experts, 17 bytes for 32: of 1,576 G parameters in experts, a token reads 6 of 384
+    pro = MODELS["deepseek-v4-pro"]
+    experts = (1600e9 - 49e9) * 384 / 378
+    want = 1600e9 - experts - 2 * table + experts * 6 / 384 * 17 / 32
+    assert pro.layer_bytes_read(1) == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "layers", "sampling"),
+    [
+        # all parameters but the input table; tied: the output layer is the input table
+        ("llama-3-8b", 128_256, 8_030_261_248 - 2 * 128_256 * 4096, 128_256 * 4096),
+        ("smollm2-135m", 49_152, 134_515_008 - 49_152 * 576, 49_152 * 576),
+    ],
+)
+def test_only_tokens_that_yield_a_next_one_go_through_the_output_layer(
+    name: str, vocabulary: int, layers: int, sampling: int
+) -> None:
+    model = MODELS[name]
+    assert model.vocab_size == vocabulary
+    assert model.linear_flops(8192, 0) == 2 * layers * 8192
+    assert model.linear_flops(8192, 3) == 2 * layers * 8192 + 2 * sampling * 3
+    assert model.layer_bytes_read(1) == model.layer_bytes_read(8192) == 2 * layers
+    assert model.output_bytes == 2 * sampling
+    assert model.weight_bytes == 2 * model.parameters
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -104,10 +134,10 @@ def test_a_decode_reads_attended_states_and_every_indexer_key() -> None:
     group = AttentionGroup(
         layers=2, flops_per_state=1.0, state_bytes={"x": 100.0}, tokens_per_state=4, window=8, top_k=3, index_bytes={"x": 10.0}
     )  # fmt: skip
-    model = ModelCost("toy", 1, 1, "fp8", 1, 2, 1, 1, 1, 1, 100, "x", (group,))
+    model = ModelCost("toy", 1, 1, 0, False, "fp8", 2, 1, 1, 1, 1, 100, "x", (group,))
     # 40 tokens: 10 states of which 3 attended, 8 in the window, 10 indexer keys, 2 layers
-    assert model.kv_read_bytes(40, "x") == 2 * ((3 + 8) * 100 + 10 * 10)
-    assert model.kv_bytes_per_token("x") == 2 * (100 + 10) / 4
+    assert model.kv_read_bytes(40, "x", 16) == 2 * ((3 + 8) * 100 + 10 * 10)
+    assert model.kv_bytes_per_token("x", 16) == 2 * (100 + 10) / 4
     assert model.kv_fixed_bytes("x") == 2 * 8 * 100
 
 

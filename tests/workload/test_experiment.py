@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from observability.catalog import COMPONENTS, STATES
 from observability.cli import root
 from observability.engine.executor.hardware import GPUS
-from observability.engine.executor.roofline import RooflineExecutor
+from observability.engine.executor.roofline import Roofline
+from observability.engine.executor.virtual import ChunkShape, StepShape
 from observability.engine.model.costs import MODELS
 from observability.engine.types import EngineConfig, PromptSpan, Request, SamplingParams
 from observability.errors import ConfigError, KvscopeError
@@ -109,7 +110,10 @@ def test_leaving_a_mechanism_out_leaves_out_it_and_what_needs_it(everything: Exp
 
 
 def test_every_arm_has_the_same_bytes_of_kv_on_the_device(everything: ExperimentResult) -> None:
-    exact, packed = 16 * 32 * 2 * 8 * 128 * 2, 16 * 32 * 2 * (8 * 128 + 8 * 4)  # bf16; int8 and a float32 scale a head
+    exact = 16 * 32 * 2 * 8 * 128 * 2  # bf16
+    packed = (
+        32 * 8 * (16 * (2 * 128 + 4) + 4 * 128)
+    )  # int8, and float32 scales of tokens' values and of a block's key channels
     for arm in (*everything.arms, *everything.ablation):
         engine = arm.replay.settings
         used = engine["num_blocks"] * exact + engine["num_compressed_blocks"] * packed
@@ -246,9 +250,9 @@ def test_saturation_of_an_engine_with_one_seat_is_one_over_its_service_time() ->
     load = [TraceRequest(float(i), PromptSpan(2000, tuple(range(4 * i, 4 * i + 4))), 40) for i in range(60)]
     target = InProcess(kv_blocks=2000, max_num_seqs=1)
     result = run_experiment(load, target, ExperimentSettings(arms=("paging",), capacity=True))
-    steps = RooflineExecutor(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=None))
-    service = steps.step_cost([(0, 2000)], []).seconds + 0.003
-    service += sum(steps.step_cost([], [2000 + i]).seconds + 0.003 for i in range(1, 40))
+    steps = Roofline(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=None))
+    service = steps.step_cost(StepShape((ChunkShape(0, 2000),))).seconds + 0.003
+    service += sum(steps.step_cost(StepShape((), (2000 + i,))).seconds + 0.003 for i in range(1, 40))
     assert result.load.saturation_requests_per_second == pytest.approx(1 / service, rel=0.08)
     assert result.load.requests_per_second == pytest.approx(0.92 * result.load.saturation_requests_per_second)  # type: ignore[operator]
     for arm in result.arms:  # memory is not what limits this engine

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from observability.engine.executor.hardware import GPUS
-from observability.engine.executor.roofline import RooflineExecutor
+from observability.engine.executor.roofline import Roofline
+from observability.engine.executor.virtual import ChunkShape, StepShape
 from observability.engine.model.costs import MODELS
 from observability.engine.model.tokenizer import byte_tokenizer
 from observability.engine.types import EngineConfig, PromptSpan, Request, SamplingParams
@@ -82,10 +83,11 @@ def test_recorded_arrivals_and_bounded_caches_never_hit_more_than_the_serial_unb
 def test_latency_of_one_request_is_the_sum_of_its_steps() -> None:
     load = [TraceRequest(5.0, span(3000), 10)]
     result = replay_in_process(load, InProcess(max_num_batched_tokens=2048))
-    steps = RooflineExecutor(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=None))
+    steps = Roofline(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=None))
     overhead = 0.003
-    ttft = steps.step_cost([(0, 2048)], []).seconds + steps.step_cost([(2048, 952)], []).seconds + 2 * overhead
-    decodes = [steps.step_cost([], [3000 + i]).seconds + overhead for i in range(1, 10)]
+    chunks = [StepShape((chunk,)) for chunk in (ChunkShape(0, 2048, samples=False), ChunkShape(2048, 952))]
+    ttft = sum(steps.step_cost(chunk).seconds + overhead for chunk in chunks)
+    decodes = [steps.step_cost(StepShape((), (3000 + i,))).seconds + overhead for i in range(1, 10)]
     assert result.latency["time_to_first_token_seconds"]["p50"] == pytest.approx(ttft, rel=1e-9)  # type: ignore[index]
     assert result.latency["end_to_end_seconds"]["max"] == pytest.approx(ttft + sum(decodes), rel=1e-9)  # type: ignore[index]
     itl = result.latency["inter_token_seconds"]

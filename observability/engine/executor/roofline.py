@@ -9,7 +9,6 @@ comes from here is simulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +37,8 @@ class StepCost:
     """Seconds of one model step by resource, without the per-step overhead.
 
     `prefill_share` is the part of the forward pass put down to prefill: its share of FLOPs where the step is bound by
-    compute, of bytes where it is bound by memory (weights are shared by tokens), weighted by both where they do not overlap.
+    compute, of bytes where it is bound by memory (weights are shared by tokens, those of the output layer by sampled ones),
+    weighted by both where they do not overlap.
     """
 
     compute_seconds: float
@@ -67,13 +67,16 @@ class Roofline:
         self.source = f"published figures of {self.device}"
         self.overhead = Overhead(gpu.schedule_seconds, gpu.sample_seconds, gpu.emit_seconds)
         self.kv_format = kv_format(model, gpu, config)
-        bytes_per_token = model.kv_bytes_per_token(self.kv_format)
-        self.kv_bytes_per_block = round(config.block_size * bytes_per_token)
+        self._block_size = config.block_size
+        bytes_per_token = model.kv_bytes_per_token(self.kv_format, config.block_size)
+        self.kv_bytes_per_block = round(model.kv_bytes_per_block(self.kv_format, config.block_size))
         self.kv_bytes_per_compressed_block, self._saved_per_token = 0, 0.0
         if config.num_compressed_blocks:
             model.check_kv_format(config.compressed_scheme)
-            packed = model.kv_bytes_per_token(config.compressed_scheme)
-            self.kv_bytes_per_compressed_block = round(config.block_size * packed)
+            packed = model.kv_bytes_per_token(config.compressed_scheme, config.block_size)
+            self.kv_bytes_per_compressed_block = round(
+                model.kv_bytes_per_block(config.compressed_scheme, config.block_size)
+            )
             self._saved_per_token = bytes_per_token - packed
         self.kv_fixed_bytes_per_sequence = round(model.kv_fixed_bytes(self.kv_format))
         self.transfers_beside_steps = gpu.pcie_bandwidth is not None
@@ -89,7 +92,7 @@ class Roofline:
         self._linear = all(group.linear for group in model.attention)
         # one visible token more costs a decode so many FLOPs and bytes, where cost is linear
         self._flops_per_visible = model.attention_flops(0, 1, decode=True) if self._linear else 0.0
-        self._bytes_per_visible = model.kv_read_bytes(1, self.kv_format) if self._linear else 0.0
+        self._bytes_per_visible = model.kv_read_bytes(1, self.kv_format, config.block_size) if self._linear else 0.0
 
     # -- virtual.StepTimes ------------------------------------------------------------------------------------------
 
@@ -101,8 +104,7 @@ class Roofline:
             check_num_blocks(config, room - math.ceil(compressed), self.model.name, self.device)
 
     def forward(self, shape: StepShape) -> tuple[float, float]:
-        chunks = [(chunk.start, chunk.tokens) for chunk in shape.chunks]
-        cost = self.step_cost(chunks, shape.visible, shape.packed_tokens)
+        cost = self.step_cost(shape)
         return cost.seconds, cost.prefill_share
 
     def copy_seconds(self, blocks: int) -> float:
@@ -115,15 +117,15 @@ class Roofline:
 
     # -- the roofline -----------------------------------------------------------------------------------------------
 
-    def step_cost(self, chunks: Sequence[tuple[int, int]], visible: Sequence[int], packed_tokens: int = 0) -> StepCost:
-        """Cost of one step: prefill `chunks` as (first position, tokens), decodes by the tokens each one attends to,
-        its own included. Weights are read once a step; a chunk reads the KV before it once and writes its own. Of the tokens
-        read, `packed_tokens` lie in compressed blocks, which the attention kernel is taken to dequantize as it reads them."""
-        model, kv_format = self.model, self.kv_format
-        prefill_tokens = decode_tokens = 0
+    def step_cost(self, shape: StepShape) -> StepCost:
+        """Cost of one step. Weights are read once a step, those of the output layer if it samples; a chunk reads the KV before it
+        once and writes its own. An attention kernel is taken to dequantize compressed blocks as it reads them."""
+        model, visible = self.model, shape.visible
+        prefill_tokens = prefill_samples = 0
         prefill_flops = prefill_kv = 0.0
-        for start, tokens in chunks:
+        for start, tokens, samples in shape.chunks:
             prefill_tokens += tokens
+            prefill_samples += samples
             prefill_flops += model.attention_flops(start, tokens)
             window_part = self._kv_fixed if start else 0.0
             prefill_kv += self._kv_write * (start + tokens) + window_part
@@ -134,28 +136,31 @@ class Roofline:
             decode_kv = self._bytes_per_visible * total
         else:
             decode_flops = sum(model.attention_flops(v - 1, 1, decode=True) for v in visible)
-            decode_kv = sum(model.kv_read_bytes(v, kv_format) for v in visible)
+            decode_kv = sum(model.kv_read_bytes(v, self.kv_format, self._block_size) for v in visible)
         decode_kv += self._kv_write * decode_tokens
-        tokens = prefill_tokens + decode_tokens
-        prefill_flops += model.linear_flops(prefill_tokens)
-        decode_flops += model.linear_flops(decode_tokens)
+        tokens, sampled = prefill_tokens + decode_tokens, prefill_samples + decode_tokens
+        prefill_flops += model.linear_flops(prefill_tokens, prefill_samples)
+        decode_flops += model.linear_flops(decode_tokens, decode_tokens)
         flops = prefill_flops + decode_flops
-        weights = model.weight_bytes_read(tokens) * self._weight_scale
-        saved = self._saved_per_token * packed_tokens
-        memory_bytes = weights + max(prefill_kv + decode_kv - saved, 0.0) * self._kv_scale
+        layers = model.layer_bytes_read(tokens) * self._weight_scale
+        output = model.output_bytes * self._weight_scale if sampled else 0.0
+        saved = self._saved_per_token * shape.packed_tokens
+        memory_bytes = layers + output + max(prefill_kv + decode_kv - saved, 0.0) * self._kv_scale
         compute_seconds = flops / self._flops_per_second
         memory_seconds = memory_bytes / self._bytes_per_second
-        of_flops = prefill_flops / flops
-        # What packed blocks save is taken off the whole, also where a chunk is what reads them.
-        of_bytes = min((weights * prefill_tokens / tokens + prefill_kv * self._kv_scale) / memory_bytes, 1.0)
         if not decode_tokens or not prefill_tokens:
             prefill_share = 1.0 if prefill_tokens else 0.0
-        elif not self.gpu.overlapped:
-            prefill_share = (of_flops * compute_seconds + of_bytes * memory_seconds) / (
-                compute_seconds + memory_seconds
-            )
         else:
-            prefill_share = of_flops if compute_seconds >= memory_seconds else of_bytes
+            of_flops = prefill_flops / flops
+            weights = layers * prefill_tokens / tokens + output * prefill_samples / sampled
+            # What packed blocks save is taken off the whole, also where a chunk is what reads them.
+            of_bytes = min((weights + prefill_kv * self._kv_scale) / memory_bytes, 1.0)
+            if self.gpu.overlapped:
+                prefill_share = of_flops if compute_seconds >= memory_seconds else of_bytes
+            else:
+                prefill_share = (of_flops * compute_seconds + of_bytes * memory_seconds) / (
+                    compute_seconds + memory_seconds
+                )
         link_seconds = self._link_seconds_per_token * tokens
         return StepCost(compute_seconds, memory_seconds, link_seconds, prefill_share, self.gpu.overlapped)
 
@@ -174,11 +179,13 @@ class Roofline:
                 indexed = grown.sum(axis=1) * group.states_per_token
                 flops += group.layers * (group.flops_per_state * states + group.index_flops_per_state * indexed)
                 kv += group.layers * (
-                    group.state_bytes[self.kv_format] * states + group.index_bytes.get(self.kv_format, 0.0) * indexed
+                    group.bytes_per_state(self.kv_format, self._block_size) * states
+                    + group.index_bytes.get(self.kv_format, 0.0) * indexed
                 )
-        flops = flops + model.linear_flops(n)
+        flops = flops + model.linear_flops(n, n)
         kv = np.maximum(kv + self._kv_write * n - self._saved_per_token * shape.packed_tokens, 0.0)
-        memory_bytes = model.weight_bytes_read(n) * self._weight_scale + kv * self._kv_scale
+        weights = (model.layer_bytes_read(n) + model.output_bytes) * self._weight_scale
+        memory_bytes = weights + kv * self._kv_scale
         compute_seconds, memory_seconds = flops / self._flops_per_second, memory_bytes / self._bytes_per_second
         both = np.maximum if self.gpu.overlapped else np.add
         return both(compute_seconds, memory_seconds) + self._link_seconds_per_token * n
@@ -199,10 +206,6 @@ class RooflineExecutor(VirtualExecutor):
     ) -> None:
         self.roofline = Roofline(model, gpu, config, tensor_parallel=tensor_parallel)
         super().__init__(self.roofline, config, telemetry, clock=clock)
-
-    def step_cost(self, chunks: Sequence[tuple[int, int]], visible: Sequence[int]) -> StepCost:
-        """Roofline.step_cost without compressed blocks."""
-        return self.roofline.step_cost(chunks, visible)
 
 
 def _attended(group: AttentionGroup, visible: np.ndarray) -> np.ndarray:
@@ -256,7 +259,7 @@ def fit_num_blocks(
     room = gpu.memory_bytes * memory_utilization - weights - fixed
     return blocks_that_fit(
         room,
-        config.block_size * model.kv_bytes_per_token(chosen) / shards,
+        model.kv_bytes_per_block(chosen, config.block_size) / shards,
         f"{model.name} ({weights * tensor_parallel / 1e9:,.0f} GB of weights) on {tensor_parallel} x {gpu.name} "
         f"({gpu.memory_bytes / 1e9:.0f} GB each)",
     )

@@ -196,7 +196,8 @@ class VirtualExecutor:
         """In chunks of max_num_batched_tokens, alone."""
         total, chunk = 0.0, self._step_tokens
         for start in range(0, tokens, chunk):
-            forward, _ = self.times.forward(StepShape((ChunkShape(start, min(chunk, tokens - start)),)))
+            last = start + chunk >= tokens
+            forward, _ = self.times.forward(StepShape((ChunkShape(start, min(chunk, tokens - start), last),)))
             total += forward + self.times.overhead.seconds
         return total
 

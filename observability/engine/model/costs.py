@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 from observability.engine.model.latent_config import TINY_MLA, LatentConfig
 from observability.errors import ConfigError
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "fp4": 0.5 + 1 / 32}  # fp4: with one scale byte per 32
+#: Input table and output layer stay in it where layers are quantized (DeepSeek-V3 report, arXiv 2412.19437, section 3.3.1).
+_EMBEDDING_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,9 @@ class AttentionGroup:
     A query token sees the latest `window` tokens uncompressed, and one state for each `tokens_per_state` tokens before
     it, of which it attends to at most `top_k` (chosen by an indexer that reads every one). tokens_per_state None: the
     window is all there is. flops_per_state: of one query token for one attended state, one layer (QK^T and AV, a
-    multiply-add is 2); prefill_flops_per_state where prefill computes attention in another form. Bytes are by KV format.
+    multiply-add is 2); prefill_flops_per_state where prefill computes attention in another form. Bytes are by KV format;
+    block_bytes are what a KV block of any size takes beside its states, where a state is a token (scales that its tokens
+    share).
     """
 
     layers: int
@@ -36,6 +41,11 @@ class AttentionGroup:
     prefill_flops_per_state: float | None = None
     index_flops_per_state: float = 0.0
     index_bytes: Mapping[str, float] = field(default_factory=dict)
+    block_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def bytes_per_state(self, kv_format: str, block_size: int) -> float:
+        """With its share of what its block takes."""
+        return self.state_bytes[kv_format] + self.block_bytes.get(kv_format, 0.0) / block_size
 
     @property
     def states_per_token(self) -> float:
@@ -69,16 +79,18 @@ def _capped_sum(start: int, tokens: int, slope: float, cap: float) -> float:
     return below + (0.0 if last_below == tokens else (tokens - last_below) * cap)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is worked out once
 class ModelCost:
-    """One model. `parameters` and `active_parameters` (used by a token) count all weights; `kv_heads` is what tensor
-    parallelism can split the KV by. `sources` maps field names to where the numbers are from."""
+    """One model. `parameters` and `active_parameters` (used by a token) count all weights, input table and output layer
+    included: [vocab_size, hidden_size] each, one and the same where they are tied. `kv_heads` is what tensor parallelism
+    can split the KV by. `sources` maps field names to where the numbers are from."""
 
     name: str
     parameters: float
     active_parameters: float
+    vocab_size: int
+    tied_embeddings: bool
     weight_dtype: str
-    weight_bytes: float
     layers: int
     hidden_size: int
     heads: int
@@ -89,6 +101,7 @@ class ModelCost:
     attention: tuple[AttentionGroup, ...]
     experts: int = 1
     experts_per_token: int = 1
+    expert_dtype: str | None = None  # None: weight_dtype
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -102,12 +115,18 @@ class ModelCost:
                 f"{self.name} has no KV format {kv_format!r}.", next_step=f"Use one of {', '.join(self.kv_formats)}."
             )
 
-    def kv_bytes_per_token(self, kv_format: str) -> float:
-        """Bytes that a sequence's KV grows by for each token (the slope), all layers."""
+    def kv_bytes_per_token(self, kv_format: str, block_size: int) -> float:
+        """Bytes that a sequence's KV grows by for each token (the slope), all layers, in blocks of so many tokens."""
         return sum(
-            g.layers * g.states_per_token * (g.state_bytes[kv_format] + g.index_bytes.get(kv_format, 0.0))
+            g.layers
+            * g.states_per_token
+            * (g.bytes_per_state(kv_format, block_size) + g.index_bytes.get(kv_format, 0.0))
             for g in self.attention
         )
+
+    def kv_bytes_per_block(self, kv_format: str, block_size: int) -> float:
+        """Of a block of so many tokens, all layers."""
+        return block_size * self.kv_bytes_per_token(kv_format, block_size)
 
     def kv_fixed_bytes(self, kv_format: str) -> float:
         """Bytes that a sequence longer than its windows takes besides the slope, all layers."""
@@ -126,33 +145,67 @@ class ModelCost:
                 total += g.layers * g.index_flops_per_state * index_states
         return total
 
-    def linear_flops(self, tokens: int) -> float:
-        """FLOPs of everything but attention: 2 a parameter a token (Kaplan et al. 2020, section 2.1)."""
-        return 2.0 * self.active_parameters * tokens
+    def linear_flops(self, tokens: int, sampled: int) -> float:
+        """FLOPs of everything but attention, for a step of `tokens` tokens of which `sampled` yield a next one: 2 a parameter of
+        the layers a token (Kaplan et al. 2020, section 2.1, whose N leaves embeddings out), and the output layer for each
+        sampled one. Looking up the input table takes none. vLLM samples from the last token of every chunk, also of unfinished
+        prompts, and drops what it does not need: one row a chunk more than is counted here."""
+        return 2.0 * (self.layer_parameters * tokens + self.embedding_parameters * sampled)
 
-    def kv_read_bytes(self, visible: float, kv_format: str) -> float:
+    def kv_read_bytes(self, visible: float, kv_format: str, block_size: int) -> float:
         """KV bytes that one query with `visible` tokens in sight reads: attended states and every indexer key."""
         return sum(
             g.layers
             * (
-                g.attended_states(visible) * g.state_bytes[kv_format]
+                g.attended_states(visible) * g.bytes_per_state(kv_format, block_size)
                 + visible * g.states_per_token * g.index_bytes.get(kv_format, 0.0)
             )
             for g in self.attention
         )
 
-    def weight_bytes_read(self, tokens: int) -> float:
-        """Weight bytes that a step of `tokens` tokens reads, each weight once. Of the experts, the expected share that
-        at least one token is routed to, 1 - (1 - k/E)^tokens, under uniform routing."""
+    def layer_bytes_read(self, tokens: int) -> float:
+        """Weight bytes that a step of `tokens` tokens reads, each weight once, without the output layer. Of the experts, the
+        expected share that at least one token is routed to, 1 - (1 - k/E)^tokens, under uniform routing. Of the input table
+        only the tokens' rows are gathered; they count as little as other activations."""
         untouched = (1.0 - self.experts_per_token / self.experts) ** tokens
-        return self.weight_bytes * (1.0 - untouched * self.expert_parameters / self.parameters)
+        return self._layer_bytes - untouched * self._expert_bytes
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """All weights as published."""
+        tables = 1 if self.tied_embeddings else 2
+        return self._layer_bytes + tables * self.output_bytes
+
+    @cached_property
+    def output_bytes(self) -> float:
+        """Of the output layer, which a step reads once if it samples."""
+        return self.embedding_parameters * WEIGHT_BYTES[_EMBEDDING_DTYPE]
 
     @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the output layer, and as many of the input table."""
+        return self.vocab_size * self.hidden_size
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Parameters that every token is multiplied with: the active ones without input table and output layer."""
+        return self.active_parameters - (1 if self.tied_embeddings else 2) * self.embedding_parameters
+
+    @cached_property
     def expert_parameters(self) -> float:
         """Parameters in routed experts: total - active = experts x (1 - k/E)."""
         if self.experts == 1:
             return 0.0
         return (self.parameters - self.active_parameters) / (1.0 - self.experts_per_token / self.experts)
+
+    @cached_property
+    def _expert_bytes(self) -> float:
+        return self.expert_parameters * WEIGHT_BYTES[self.expert_dtype or self.weight_dtype]
+
+    @cached_property
+    def _layer_bytes(self) -> float:
+        shared = self.layer_parameters + (self.parameters - self.active_parameters) - self.expert_parameters
+        return shared * WEIGHT_BYTES[self.weight_dtype] + self._expert_bytes
 
 
 def _grouped_query(
@@ -165,23 +218,28 @@ def _grouped_query(
     kv_heads: int,
     head_dim: int,
     context: int,
+    vocabulary: int,
+    tied: bool,
     source: str,
 ) -> ModelCost:
-    """A dense model with grouped-query attention. int8 and int4 KV: one byte or half a byte an element,
-    and a float32 scale per head and tensor."""
+    """A dense model with grouped-query attention. int8 and int4 KV as executor/quantizer.py stores it: one byte or half a
+    byte an element, and per KV head a float32 scale for each token's values and for each channel of a block's keys; int4
+    has as many zero points."""
     elements = 2 * kv_heads * head_dim
     formats = {
         "float32": 4.0 * elements,
         "bfloat16": 2.0 * elements,
-        "int8": 1.0 * elements + 2 * kv_heads * 4.0,
-        "int4": 0.5 * elements + 2 * kv_heads * 4.0,
+        "int8": 1.0 * elements + kv_heads * 4.0,
+        "int4": 0.5 * elements + kv_heads * 8.0,
     }
+    key_grids = {"int8": kv_heads * head_dim * 4.0, "int4": kv_heads * head_dim * 8.0}
     return ModelCost(
         name=name,
         parameters=parameters,
         active_parameters=parameters,
+        vocab_size=vocabulary,
+        tied_embeddings=tied,
         weight_dtype="bfloat16",
-        weight_bytes=parameters * WEIGHT_BYTES["bfloat16"],
         layers=layers,
         hidden_size=hidden,
         heads=heads,
@@ -189,7 +247,14 @@ def _grouped_query(
         head_dim=head_dim,
         max_context=context,
         kv_format="bfloat16",
-        attention=(AttentionGroup(layers, 4.0 * heads * head_dim, MappingProxyType(formats)),),
+        attention=(
+            AttentionGroup(
+                layers,
+                4.0 * heads * head_dim,
+                MappingProxyType(formats),
+                block_bytes=MappingProxyType(key_grids),
+            ),
+        ),
         sources=MappingProxyType({"all": source}),
     )
 
@@ -217,8 +282,9 @@ def latent_cost(name: str, config: LatentConfig, *, source: str) -> ModelCost:
         name=name,
         parameters=parameters,
         active_parameters=parameters,
+        vocab_size=config.vocab_size,
+        tied_embeddings=False,
         weight_dtype="bfloat16",
-        weight_bytes=parameters * WEIGHT_BYTES["bfloat16"],
         layers=config.num_layers,
         hidden_size=config.hidden_size,
         heads=heads,
@@ -236,8 +302,9 @@ _DEEPSEEK_V3 = ModelCost(
     name="deepseek-v3",
     parameters=671e9,
     active_parameters=37e9,
+    vocab_size=129_280,
+    tied_embeddings=False,
     weight_dtype="fp8",
-    weight_bytes=671e9 * WEIGHT_BYTES["fp8"],
     layers=61,
     hidden_size=7168,
     heads=_V3_HEADS,
@@ -261,7 +328,8 @@ _DEEPSEEK_V3 = ModelCost(
         {
             "all": "DeepSeek-V3 technical report (arXiv 2412.19437) section 4.2 and its config.json",
             "attention": "bf16: 1,152 B per token and layer; fp8: vLLM fp8_ds_mla record of 656 B",
-            "weight_bytes": "checkpoint in fp8 (block scales not counted)",
+            "parameters": "input table and output layer included: README_WEIGHTS.md of the DeepSeek-V3 repository",
+            "weight_dtype": "checkpoint in fp8 (block scales not counted)",
         }
     ),
 )
@@ -295,13 +363,13 @@ def _deepseek_v4(
         AttentionGroup(hca_layers, flops, record, tokens_per_state=128, window=window),
         AttentionGroup(window_layers, flops, record, tokens_per_state=None, window=window),
     )  # fmt: skip
-    routed = (parameters - active) / (1.0 - 6 / experts)
     return ModelCost(
         name=name,
         parameters=parameters,
         active_parameters=active,
+        vocab_size=129_280,
+        tied_embeddings=False,
         weight_dtype="fp8",
-        weight_bytes=routed * WEIGHT_BYTES["fp4"] + (parameters - routed) * WEIGHT_BYTES["fp8"],
         layers=csa_layers + hca_layers + window_layers,
         hidden_size=hidden,
         heads=heads,
@@ -312,13 +380,15 @@ def _deepseek_v4(
         attention=tuple(group for group in groups if group.layers),
         experts=experts,
         experts_per_token=6,
+        expert_dtype="fp4",
         sources=MappingProxyType(
             {
                 "all": source,
                 "attention": "schedule and indexer: DeepSeek-V4 report sections 2.3.1 and 2.3.2; bf16 1,024 B and index "
                 "256 B a state; fp8: vLLM records of 584 B (448 fp8, 64 bf16 RoPE, scales) and 132 B",
-                "weight_bytes": "MoE experts fp4 with a scale byte per 32, the rest fp8, as the checkpoint is published; "
+                "weight_dtype": "MoE experts fp4 with a scale byte per 32, the rest fp8, as the checkpoint is published; "
                 "expert share from total - active = experts x (1 - 6/E)",
+                "vocab_size": "transformers' DeepseekV4Config",
             }
         ),
     )
@@ -329,17 +399,18 @@ MODELS: dict[str, ModelCost] = {
     for model in (
         _grouped_query(
             "smollm2-135m", parameters=134_515_008, layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, context=8192,
+            vocabulary=49_152, tied=True,
             source="HuggingFaceTB/SmolLM2-135M-Instruct config.json; parameters counted with tied embeddings",
         ),
         _grouped_query(
             "llama-3-8b", parameters=8_030_261_248, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128,
-            context=131_072,
-            source="The Llama 3 Herd of Models (arXiv 2407.21783) table 3; context of the 3.1 release",
+            context=131_072, vocabulary=128_256, tied=False,
+            source="The Llama 3 Herd of Models (arXiv 2407.21783) table 3; vocabulary and context of the 3.1 release",
         ),
         _grouped_query(
             "llama-3-70b", parameters=70_553_706_496, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128,
-            context=131_072,
-            source="The Llama 3 Herd of Models (arXiv 2407.21783) table 3; context of the 3.1 release",
+            context=131_072, vocabulary=128_256, tied=False,
+            source="The Llama 3 Herd of Models (arXiv 2407.21783) table 3; vocabulary and context of the 3.1 release",
         ),
         latent_cost("tiny-mla", TINY_MLA, source="latent_config.TINY_MLA, the random-weight preset that this engine runs"),
         _DEEPSEEK_V3,
