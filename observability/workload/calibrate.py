@@ -301,6 +301,7 @@ def measure(
     fitted = fit(bench.steps)
     parameters = sum(math.prod(shape) for shape in loaded.config.tensor_shapes().values())
     schedule, sample, emit = fitted.overhead
+    per_token, per_block = _kv_bytes(loaded, config)
     return Calibration(
         model=loaded.name,
         device=str(loaded.model.device),
@@ -317,7 +318,8 @@ def measure(
         max_context=loaded.config.max_position,
         memory_bytes=_memory_bytes(),
         weight_bytes=parameters * loaded.model.dtype.itemsize,
-        kv_bytes_per_token=bench.executor.kv_bytes_per_block / _BLOCK,
+        kv_bytes_per_token=per_token,
+        kv_block_bytes=per_block,
         kv_fixed_bytes_per_sequence=bench.executor.kv_fixed_bytes_per_sequence,
         copy_bytes_per_second=_copy_speed(bench.executor),
         schedule_seconds=schedule,
@@ -326,6 +328,17 @@ def measure(
         row_seconds=fitted.row_seconds,
         coefficients=fitted.coefficients,
     )
+
+
+def _kv_bytes(loaded: LoadedModel, config: EngineConfig) -> tuple[float, float]:
+    """KV bytes that (a token, a block beside its tokens) takes: blocks of two sizes tell them apart."""
+
+    def block_bytes(size: int) -> int:
+        few = replace(config, block_size=size, num_blocks=-(-config.max_model_len // size))
+        return TorchExecutor(loaded, few, None).kv_bytes_per_block
+
+    single, double = block_bytes(_BLOCK), block_bytes(2 * _BLOCK)
+    return (double - single) / _BLOCK, float(2 * single - double)
 
 
 def _run_plan(bench: Bench, plan: Plan, random: np.random.Generator) -> None:

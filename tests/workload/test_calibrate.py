@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from observability.engine.executor.calibrated import (
     default_path,
     load_calibration,
 )
+from observability.engine.executor.torch_executor import TorchExecutor
 from observability.engine.executor.virtual import ChunkShape, StepShape, VirtualExecutor
+from observability.engine.model.loading import load_model
 from observability.engine.types import EngineConfig, PromptSpan, Request, SamplingParams, StepPlan
 from observability.errors import ConfigError
-from observability.workload.calibrate import Step, fit, plans
+from observability.workload.calibrate import Step, _kv_bytes, fit, plans
 from observability.workload.replay import InProcess, MeasuredTelemetry, calibrated_engine, replay_in_process
 from observability.workload.traces import TraceRequest
 
@@ -290,6 +293,20 @@ def test_fast_forward_ends_every_request_when_single_steps_do(requests: list[tup
     assert len(ends[0]) == len(requests)
     for name, pair in ends[0].items():
         assert pair == pytest.approx(ends[1][name], rel=1e-9), name
+
+
+def test_a_calibration_knows_quantized_blocks_of_every_size() -> None:
+    """The scales of a block's keys are the block's, whatever its size."""
+    loaded = load_model("tiny")
+    config = EngineConfig(num_blocks=64, max_model_len=1024, kv_dtype="int8")
+    per_token, per_block = _kv_bytes(loaded, config)
+    found = record(kv_dtype="int8", kv_bytes_per_token=per_token, kv_block_bytes=per_block)
+    for size in (4, 16, 64):
+        sized = replace(config, block_size=size, num_blocks=1024 // size)
+        stored = TorchExecutor(loaded, sized, None).kv_bytes_per_block
+        assert CalibratedTimes(found, sized).kv_bytes_per_block == stored
+    room = 8_000_000_000 * 0.9 - 538_060_032
+    assert CalibratedTimes(found, sized).fit_num_blocks(sized) == int(room // stored)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

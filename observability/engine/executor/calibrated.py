@@ -71,6 +71,7 @@ class Calibration(BaseModel):
     memory_bytes: PositiveInt  # that weights and KV may take
     weight_bytes: PositiveInt
     kv_bytes_per_token: PositiveFloat
+    kv_block_bytes: NonNegativeFloat = 0.0  # what a block of any size takes beside its tokens (scales that they share)
     kv_fixed_bytes_per_sequence: NonNegativeInt
     copy_bytes_per_second: PositiveFloat  # of KV blocks on the device
     schedule_seconds: NonNegativeFloat
@@ -91,6 +92,10 @@ class Calibration(BaseModel):
     def description(self) -> str:
         """`smollm2-135m, calibrated on AMD EPYC (2 threads) at 2026-01-31T12:00:00+00:00`."""
         return f"{self.model}, calibrated on {self.processor} ({self.threads} threads) at {self.measured_at}"
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Of a block of so many tokens."""
+        return round(block_size * self.kv_bytes_per_token + self.kv_block_bytes)
 
     def save(self, path: Path) -> None:
         """Raises ConfigError when the file cannot be written."""
@@ -218,7 +223,7 @@ class CalibratedTimes:
         self.device = f"{CALIBRATED}-{calibration.device}"
         self.source = f"steps of {calibration.description}"
         self.overhead = Overhead(calibration.schedule_seconds, calibration.sample_seconds, calibration.emit_seconds)
-        self.kv_bytes_per_block = round(config.block_size * calibration.kv_bytes_per_token)
+        self.kv_bytes_per_block = calibration.kv_bytes_per_block(config.block_size)
         self.kv_bytes_per_compressed_block = 0
         self.kv_fixed_bytes_per_sequence = calibration.kv_fixed_bytes_per_sequence
         self._knots = [rows for rows, _ in calibration.row_seconds]
@@ -240,7 +245,7 @@ class CalibratedTimes:
         record = self.calibration
         room = record.memory_bytes * _MEMORY_UTILIZATION - record.weight_bytes
         room -= config.max_num_seqs * record.kv_fixed_bytes_per_sequence
-        return blocks_that_fit(room, config.block_size * record.kv_bytes_per_token, f"{record.model} on {self.device}")
+        return blocks_that_fit(room, record.kv_bytes_per_block(config.block_size), f"{record.model} on {self.device}")
 
     def forward(self, shape: StepShape) -> tuple[float, float]:
         parts = self._parts(shape)
