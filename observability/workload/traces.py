@@ -174,10 +174,14 @@ def _rows(path: Path) -> Iterator[tuple[int, _Row]]:
         ) from None
     with file:
         parse: Callable[[str], _Row] | None = None
+        empty = 0  # the first empty line; the end of a file may be empty lines
         for number, line in _lines(path, file):
+            if not line.strip():
+                empty = empty or number
+                continue
+            if empty:
+                raise _trace_error(path, empty, "is empty")
             try:
-                if not line.strip():
-                    raise _LineError("is empty")
                 if parse is None:
                     if line.lstrip().startswith("{"):
                         parse = _parse_mooncake

@@ -242,7 +242,7 @@ def test_progress_counts_every_end_once() -> None:
 
 def test_a_load_that_breaks_off_fails_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n\n')
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n\n{}\n')
     for gpu, model in (("H100", "llama-3-8b"), (None, "tiny")):
         with pytest.raises(TraceError, match="line 2: is empty"):
             replay_in_process(read_trace(path), InProcess(gpu=gpu, model=model))

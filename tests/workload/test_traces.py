@@ -151,7 +151,7 @@ def test_mooncake_line_that_cannot_be_right_is_refused_with_its_number(
     ],
 )
 def test_azure_line_that_cannot_be_right_is_refused_with_its_number(tmp_path: Path, line: str, reason: str) -> None:
-    error = refused(write(tmp_path, AZURE_HEADER, "2023-11-16 18:17:04,10,5\n", line))
+    error = refused(write(tmp_path, AZURE_HEADER, "2023-11-16 18:17:04,10,5\n", line, "2023-11-16 18:17:09,10,5\n"))
     assert ", line 3: " in error.reason
     assert reason in error.reason
 
@@ -173,7 +173,14 @@ def test_a_file_of_neither_format_is_refused(tmp_path: Path) -> None:
     assert ", line 1: is neither a Mooncake JSON object nor an Azure CSV header" in error.reason
 
 
-@pytest.mark.parametrize("content", ["", AZURE_HEADER])
+@pytest.mark.parametrize("end", ["\n", "\n\n", "  \r\n\t"])
+def test_a_file_may_end_in_empty_lines(tmp_path: Path, end: str) -> None:
+    azure = (AZURE_HEADER, "2023-11-16 18:17:04,10,5\n")
+    assert [r.prompt.length for r in read_trace(write(tmp_path, GOOD, GOOD, end))] == [700, 700]
+    assert [r.prompt.length for r in read_trace(write(tmp_path, *azure, end))] == [10]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", AZURE_HEADER])
 def test_a_file_without_requests_is_refused(tmp_path: Path, content: str) -> None:
     assert "holds no request" in refused(write(tmp_path, content)).reason
 
