@@ -158,8 +158,9 @@ def p99_plan(
 ) -> None:
     """Add the engine's mechanisms one at a time, on one load and the same KV memory, and say what each buys.
 
-    By default nothing is run: time is virtual, worked out from the GPU's and the model's published figures. The load is slowed until the
-    baseline is near saturation, and every arm then serves that same load.
+    By default nothing is run: time is virtual, worked out from the GPU's and the model's published figures and assumed
+    efficiencies and overhead. The load is slowed until the baseline is near saturation, and every arm then serves that
+    same load.
     """  # fmt: skip
     from observability.workload.experiment import MECHANISM_NAMES, ExperimentSettings, run_experiment
     from observability.workload.experiment_report import plot_html, print_experiment

@@ -216,6 +216,16 @@ def test_blocks_are_what_memory_leaves_beside_the_weights() -> None:
         fit_num_blocks(MODELS["llama-3-70b"], GPUS["H100"], config)
 
 
+def test_blocks_are_what_compressed_ones_leave() -> None:
+    model, gpu = MODELS["llama-3-8b"], GPUS["H100"]
+    config = EngineConfig(num_compressed_blocks=10_000, max_model_len=131_072)
+    packed = executor(model, gpu, config).kv_bytes_per_compressed_block
+    left = 72e9 - 16_060_522_496 - 10_000 * packed
+    assert fit_num_blocks(model, gpu, config) == int(left // (16 * 131_072))
+    with pytest.raises(ConfigError, match="9,999,999 compressed blocks on 1 x H100"):
+        fit_num_blocks(model, gpu, replace(config, num_compressed_blocks=9_999_999))
+
+
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="do not fit H100"):
         executor(MODELS["llama-3-8b"], GPUS["H100"], EngineConfig(num_blocks=1_000_000))
@@ -223,6 +233,9 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         executor(MODELS["llama-3-8b"], GPUS["H100"], tensor_parallel=3)
     with pytest.raises(ConfigError, match="no KV format 'int8'"):
         executor(MODELS["deepseek-v3"], GPUS["H200"], EngineConfig(num_blocks=None, kv_dtype="int8"), tensor_parallel=8)
+    with pytest.raises(ConfigError, match="must divide the 9 heads") as refused:
+        executor(MODELS["smollm2-135m"], GPUS["H100"], tensor_parallel=2)
+    assert refused.value.next_step == "Use one of 1, 3, 9."
     with pytest.raises(ConfigError, match="cannot be grouped"):
         executor(MODELS["smollm2-135m"], GPUS["cpu-laptop"], tensor_parallel=3)
 

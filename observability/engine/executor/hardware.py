@@ -47,6 +47,11 @@ class GPU:
         return self.schedule_seconds + self.sample_seconds + self.emit_seconds
 
     @property
+    def assumed(self) -> bool:
+        """True where the attainable shares and the overheads are assumptions and no measurements."""
+        return not self.sources.get("compute_fraction", "").startswith(_MEASURED)
+
+    @property
     def link_bandwidth(self) -> float | None:
         """Between two GPUs of a tensor-parallel group, bytes/s in one direction."""
         return self.nvlink_bandwidth or self.pcie_bandwidth
@@ -151,6 +156,12 @@ GPUS: dict[str, GPU] = {
         _CPU_LAPTOP,
     )
 }  # fmt: skip
+
+
+def group_sizes(gpu: GPU, heads: int) -> list[int]:
+    """Numbers of GPUs that can share the `heads` of each layer evenly."""
+    most = heads if gpu.link_bandwidth is not None else 1
+    return [gpus for gpus in range(1, most + 1) if heads % gpus == 0]
 
 
 def gpu_by_name(name: str) -> GPU:

@@ -8,13 +8,12 @@ comes from here is simulated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from observability.engine.clock import VirtualClock
-from observability.engine.executor.hardware import GPU
+from observability.engine.executor.hardware import GPU, group_sizes
 from observability.engine.executor.virtual import (
     Overhead,
     StepShape,
@@ -64,7 +63,7 @@ class Roofline:
         _check_tensor_parallel(model, gpu, tensor_parallel)
         self.model, self.gpu, self.tensor_parallel = model, gpu, tensor_parallel
         self.device = device_name(gpu, tensor_parallel)
-        self.source = f"published figures of {self.device}"
+        self.source = source_of(gpu, tensor_parallel)
         self.overhead = Overhead(gpu.schedule_seconds, gpu.sample_seconds, gpu.emit_seconds)
         self.kv_format = kv_format(model, gpu, config)
         self._block_size = config.block_size
@@ -100,8 +99,7 @@ class Roofline:
         """Raises ConfigError when weights and KV blocks do not fit the memory (unbounded KV is not checked)."""
         if config.num_blocks is not None:
             room = fit_num_blocks(self.model, self.gpu, config, tensor_parallel=self.tensor_parallel)
-            compressed = config.num_compressed_blocks * self.kv_bytes_per_compressed_block / self.kv_bytes_per_block
-            check_num_blocks(config, room - math.ceil(compressed), self.model.name, self.device)
+            check_num_blocks(config, room, self.model.name, self.device)
 
     def forward(self, shape: StepShape) -> tuple[float, float]:
         cost = self.step_cost(shape)
@@ -221,6 +219,14 @@ def device_name(gpu: GPU, tensor_parallel: int) -> str:
     return gpu.name if tensor_parallel == 1 else f"{tensor_parallel}x{gpu.name}"
 
 
+def source_of(gpu: GPU, tensor_parallel: int) -> str:
+    """StepTimes.source of a roofline."""
+    device = device_name(gpu, tensor_parallel)
+    if gpu.assumed:
+        return f"published figures of {device} and assumed efficiencies and overhead"
+    return f"measured figures of {device}"
+
+
 def compute_dtype(model: ModelCost, gpu: GPU) -> str:
     """What the matrix products run in: the weights' dtype if the GPU has it, else the next wider that it has."""
     widths = list(WEIGHT_BYTES)
@@ -250,17 +256,23 @@ def fit_num_blocks(
     tensor_parallel: int = 1,
     memory_utilization: float = 0.9,
 ) -> int:
-    """KV blocks that fit `memory_utilization` of each GPU beside its share of the weights and the fixed KV part (sliding
-    windows) of max_num_seqs sequences. Raises ConfigError when not one block fits."""
+    """KV blocks that fit `memory_utilization` of each GPU beside its share of the weights, the fixed KV part (sliding
+    windows) of max_num_seqs sequences and the compressed blocks. Raises ConfigError when not one block fits."""
     _check_tensor_parallel(model, gpu, tensor_parallel)
     chosen, shards = kv_format(model, gpu, config), _kv_shards(model, tensor_parallel)
     weights = _stored_weight_bytes(model, gpu) / tensor_parallel
     fixed = config.max_num_seqs * model.kv_fixed_bytes(chosen) / shards
     room = gpu.memory_bytes * memory_utilization - weights - fixed
+    beside = ""
+    if config.num_compressed_blocks:
+        model.check_kv_format(config.compressed_scheme)
+        block = model.kv_bytes_per_block(config.compressed_scheme, config.block_size)
+        room -= config.num_compressed_blocks * block / shards
+        beside = f" and {config.num_compressed_blocks:,} compressed blocks"
     return blocks_that_fit(
         room,
         model.kv_bytes_per_block(chosen, config.block_size) / shards,
-        f"{model.name} ({weights * tensor_parallel / 1e9:,.0f} GB of weights) on {tensor_parallel} x {gpu.name} "
+        f"{model.name} ({weights * tensor_parallel / 1e9:,.0f} GB of weights){beside} on {tensor_parallel} x {gpu.name} "
         f"({gpu.memory_bytes / 1e9:.0f} GB each)",
     )
 
@@ -269,7 +281,7 @@ def _check_tensor_parallel(model: ModelCost, gpu: GPU, tensor_parallel: int) -> 
     if tensor_parallel < 1 or model.heads % tensor_parallel:
         raise ConfigError(
             f"tensor_parallel is {tensor_parallel}; it must divide the {model.heads} heads of {model.name}.",
-            next_step="Use a power of two such as 1, 2, 4 or 8.",
+            next_step=f"Use one of {', '.join(map(str, group_sizes(gpu, model.heads)))}.",
         )
     if tensor_parallel > 1 and gpu.link_bandwidth is None:
         raise ConfigError(f"{gpu.name} cannot be grouped.", next_step="Use tensor_parallel = 1.")

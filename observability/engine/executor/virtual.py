@@ -1,6 +1,6 @@
 """Runs step plans in virtual time: a step takes what a model of step times says, and no model is run.
 
-Two models of time exist: the roofline of a GPU and a model from published figures (roofline.py), and coefficients fitted to steps
+Two models of time exist: the roofline of a GPU and a model from published figures and assumed efficiencies (roofline.py), and coefficients fitted to steps
 measured on this machine (calibrated.py). Every result that comes from here is simulated; its clock says `virtual`.
 """
 
