@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from observability.engine.executor.calibrated import CalibratedTimes, Calibratio
 from observability.engine.executor.hardware import gpu_by_name
 from observability.engine.executor.roofline import RooflineExecutor, device_name, fit_num_blocks
 from observability.engine.executor.virtual import VirtualExecutor
-from observability.engine.kv.pool import BlockPool
+from observability.engine.kv.manager import KVManager
 from observability.engine.model.costs import model_by_name
 from observability.engine.types import Clock, EngineConfig, KVDtype, PromptSpan, Request, SamplingParams
 from observability.errors import ConfigError, KvscopeError
@@ -34,6 +34,7 @@ from observability.workload.results import (
     ReplayResult,
     Summary,
     kv_from_buckets,
+    notes_on,
     phases_of,
     summarize,
     throughput,
@@ -43,10 +44,13 @@ from observability.workload.traces import TraceRequest
 if TYPE_CHECKING:
     from observability.engine.model.tokenizer import Tokenizer
 
+_Number = TypeVar("_Number", int, float)
+
 DEFAULT_VIRTUAL_MODEL_LEN = 131_072
 """Admits the recorded traces on models whose context is at least that; Llama-3 reaches it with the scaled RoPE of 3.1."""
 _UNLIMITED_QUEUE = 10**9  # a replay measures how long requests wait; it refuses none for the length of the queue
 _DEFAULT_TORCH_BLOCKS = 4096
+_MANY_BLOCKS = 1 << 40  # more than any memory holds: for settings that are not complete without a number of blocks
 _REAL_POLL_SECONDS = 0.02
 _SAMPLE_SECONDS = 10.0  # of virtual time, at least that often the pool's fragmentation is looked at
 
@@ -101,10 +105,11 @@ class MeasuredTelemetry(Telemetry):
         # Inter-token latencies and how many tokens had each: a step gives nearly all of its decodes the same one.
         self.intervals, self.weights = array("d"), array("q")
         self.states: list[tuple[float, KVState]] = []  # published ones and when
-        self.pool: BlockPool | None = None  # of the engine, once there is one
-        self.active_block_seconds = 0.0
-        self.most_active = 0
-        self._active_at_start = 0
+        self.kv: KVManager | None = None  # of the engine, once there is one
+        # Blocks that requests hold: over time, at most, and the most bytes of both kinds together.
+        self.active_block_seconds = self.active_compressed_block_seconds = 0.0
+        self.most_active = self.most_active_compressed = self.most_active_bytes = 0
+        self._active_at_start = 0, 0
 
     def _keep(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -127,18 +132,32 @@ class MeasuredTelemetry(Telemetry):
 
     def begin_step(self) -> None:
         super().begin_step()
-        if self.pool is not None:
-            self._active_at_start = self.pool.num_active
+        if self.kv is not None:
+            self._active_at_start = _active(self.kv)
 
     def step(self, kind: int, prefill_tokens: int, decode_tokens: int, durations: np.ndarray | float) -> None:
         super().step(kind, prefill_tokens, decode_tokens, durations)
-        if self.pool is not None:  # asked before who has finished gives blocks back
-            held = self.pool.num_active
+        if self.kv is not None:  # asked before who has finished gives blocks back
+            exact, compressed = held = _active(self.kv)
             before = (
                 held if np.ndim(durations) == 0 else self._active_at_start
             )  # a run of steps takes blocks on the way
-            self.active_block_seconds += (before + held) / 2.0 * float(np.sum(durations))
-            self.most_active = max(self.most_active, held)
+            seconds = float(np.sum(durations))
+            self.active_block_seconds += (before[0] + exact) / 2.0 * seconds
+            self.active_compressed_block_seconds += (before[1] + compressed) / 2.0 * seconds
+            self.most_active = max(self.most_active, exact)
+            self.most_active_compressed = max(self.most_active_compressed, compressed)
+            self.most_active_bytes = max(self.most_active_bytes, self._bytes(exact, compressed))
+
+    @property
+    def active_byte_seconds(self) -> float:
+        """Bytes of the blocks that requests held, times how long."""
+        return self._bytes(self.active_block_seconds, self.active_compressed_block_seconds)
+
+    def _bytes(self, exact: _Number, compressed: _Number) -> _Number:
+        assert self.kv is not None
+        executor = self.kv.executor
+        return exact * executor.kv_bytes_per_block + compressed * executor.kv_bytes_per_compressed_block
 
     def publish(self, kv: KVState, running: Sequence[int], waiting: Sequence[int]) -> None:
         self.states.append((self.last, kv))
@@ -153,6 +172,11 @@ class MeasuredTelemetry(Telemetry):
                 for row in samples.rows:
                     sums[row.labels[at]] += round(row.value)
         return sums
+
+
+def _active(kv: KVManager) -> tuple[int, int]:
+    """Blocks that requests hold, exact and compressed."""
+    return kv.pool.num_active, 0 if kv.compressed is None else kv.compressed.num_active
 
 
 def replay_in_process(
@@ -203,18 +227,21 @@ def virtual_engine(target: InProcess, *, clock: VirtualClock | None = None) -> t
         kv_dtype=target.kv_dtype,
         prefix_caching=target.prefix_caching,
     )
-    blocks = target.kv_blocks
+    blocks = target.engine.get("num_blocks", target.kv_blocks)
     if not target.unbounded and blocks is None:
-        blocks = fit_num_blocks(model, gpu, config, tensor_parallel=target.tensor_parallel)
-        if target.max_model_len is None:  # the longest sequence that the memory holds, if that is shorter
-            config = replace(config, max_model_len=min(config.max_model_len, blocks * config.block_size))
-    config = replace(config, **{"num_blocks": blocks, **target.engine})
+        whole = config if target.max_model_len else _shortened(config, target, _MANY_BLOCKS)
+        blocks = fit_num_blocks(
+            model, gpu, _with_engine(whole, target, _MANY_BLOCKS), tensor_parallel=target.tensor_parallel
+        )
+        if target.max_model_len is None:
+            config = _shortened(config, target, blocks)
+    config = _with_engine(config, target, blocks)
     clock = clock or VirtualClock()
     device = device_name(gpu, target.tensor_parallel)
     telemetry = MeasuredTelemetry(model.name, "roofline", device, config.kv_dtype, clock)
     executor = RooflineExecutor(model, gpu, config, telemetry, tensor_parallel=target.tensor_parallel, clock=clock)
     engine = Engine(config, executor, telemetry)
-    telemetry.pool = engine.kv.pool
+    telemetry.kv = engine.kv
     return engine, telemetry
 
 
@@ -237,9 +264,21 @@ def _calibrated_target(target: InProcess, clock: VirtualClock | None) -> tuple[E
     blocks = None if target.unbounded else target.kv_blocks
     if not target.unbounded and blocks is None:
         blocks = CalibratedTimes(calibration, config).fit_num_blocks(config)
-        if target.max_model_len is None:  # the longest sequence that the memory holds, if that is shorter
-            config = replace(config, max_model_len=min(config.max_model_len, blocks * config.block_size))
-    return calibrated_engine(calibration, replace(config, **{"num_blocks": blocks, **target.engine}), clock=clock)
+        if target.max_model_len is None:
+            config = _shortened(config, target, blocks)
+    return calibrated_engine(calibration, _with_engine(config, target, blocks), clock=clock)
+
+
+def _with_engine(config: EngineConfig, target: InProcess, num_blocks: int | None) -> EngineConfig:
+    """`config` with so many blocks and the target's own settings, which go before."""
+    return replace(config, **{"num_blocks": num_blocks, **target.engine})
+
+
+def _shortened(config: EngineConfig, target: InProcess, num_blocks: int) -> EngineConfig:
+    """`config` with the longest sequence that the memory holds, if that is shorter than its max_model_len. Of a long sequence, all but the
+    newest tokens lie in compressed blocks where there are such."""
+    blocks = target.engine.get("num_compressed_blocks") or num_blocks
+    return replace(config, max_model_len=min(config.max_model_len, blocks * config.block_size))
 
 
 def calibrated_engine(
@@ -250,7 +289,7 @@ def calibrated_engine(
     times = CalibratedTimes(calibration, config)
     telemetry = MeasuredTelemetry(calibration.model, "roofline", times.device, config.kv_dtype, clock)
     engine = Engine(config, VirtualExecutor(times, config, telemetry, clock=clock), telemetry)
-    telemetry.pool = engine.kv.pool
+    telemetry.kv = engine.kv
     return engine, telemetry
 
 
@@ -298,7 +337,7 @@ def real_engine(target: InProcess) -> tuple[Engine, MeasuredTelemetry, Tokenizer
     clock = MonotonicClock()
     telemetry = MeasuredTelemetry(loaded.name, "torch", str(loaded.model.device), config.kv_dtype, clock)
     engine = Engine(config, TorchExecutor(loaded, config, telemetry, clock=clock), telemetry)
-    telemetry.pool = engine.kv.pool
+    telemetry.kv = engine.kv
     return engine, telemetry, loaded.tokenizer
 
 
@@ -401,17 +440,8 @@ def _result(
     notes = []
     if isinstance(engine.executor, VirtualExecutor):
         notes.append(f"Simulated: times are worked out from {engine.executor.times.source}; no model was run.")
-    if feed.refused:
-        notes.append(
-            f"{feed.refused.total():,} of {feed.sent:,} requests were refused; they are in no latency and no hit rate."
-        )
-    if feed.shortened:
-        notes.append(f"{feed.shortened:,} answers were cut short by max_model_len = {engine.config.max_model_len:,}.")
     phases = phases_of(records)
-    if phases is not None and (waited := phases["all"].by_state["queued"] / phases["all"].mean_latency_seconds) > 0.5:
-        notes.append(
-            f"Overloaded: requests spent {waited:.0%} of their time queued. Add GPUs, or slow the load by --time-scale."
-        )
+    notes += notes_on(feed.sent, feed.refused.total(), feed.shortened, engine.config.max_model_len, phases)
     duration = max((r.finished for r in records), default=0.0) - min((r.arrival for r in records), default=0.0)
     prompt_tokens, generated = sum(r.prompt_tokens for r in served), sum(r.generated_tokens for r in served)
     by_length = [
@@ -458,12 +488,13 @@ def _result(
             use=_use(telemetry, duration),
         ),
         preemptions=sum(telemetry.count(catalog.PREEMPTIONS, "reason").values()),
+        answers_cut_short=feed.shortened,
         notes=notes,
     )
 
 
 def _use(telemetry: MeasuredTelemetry, seconds: float) -> KVUse | None:
-    """Pool use over `seconds`: active blocks of every step, fragmentation from the published states."""
+    """Use of both pools over `seconds`: active blocks of every step, fragmentation from the published states."""
     if not telemetry.states or seconds <= 0.0:
         return None
     times = np.array([when for when, _ in telemetry.states])
@@ -473,15 +504,31 @@ def _use(telemetry: MeasuredTelemetry, seconds: float) -> KVUse | None:
     stored = np.array([s.stored_tokens for s in states])
     open_ = np.array([s.free + s.evictable for s in states])
     run = np.array([s.largest_free_run for s in states])
-    active = {"mean": telemetry.active_block_seconds / seconds, "max": float(telemetry.most_active)}
-    return KVUse(
+    capacity_bytes, kv = states[0].pool_bytes, telemetry.kv
+    assert kv is not None
+    usage = None
+    if capacity_bytes is not None:
+        mean_bytes = telemetry.active_byte_seconds / seconds
+        usage = {"mean": mean_bytes / capacity_bytes, "max": telemetry.most_active_bytes / capacity_bytes}
+    use = KVUse(
         capacity_blocks=capacity,
         block_size_tokens=size,
         bytes_per_block=states[0].bytes_per_block,
-        active_blocks=active,
-        usage_ratio=None if capacity is None else {name: value / capacity for name, value in active.items()},
+        active_blocks={"mean": telemetry.active_block_seconds / seconds, "max": float(telemetry.most_active)},
+        usage_ratio=usage,
         internal_fragmentation_ratio=_shortfall(times, stored, held),
         external_fragmentation_ratio=None if capacity is None else _shortfall(times, run, open_),
+    )
+    if kv.compressed is None:
+        return use
+    return replace(
+        use,
+        compressed_capacity_blocks=kv.compressed.size,
+        bytes_per_compressed_block=states[0].bytes_per_compressed_block,
+        active_compressed_blocks={
+            "mean": telemetry.active_compressed_block_seconds / seconds,
+            "max": float(telemetry.most_active_compressed),
+        },
     )
 
 

@@ -117,14 +117,19 @@ def _footer(result: ReplayResult, clock: str) -> str:
     lines = [f"Throughput ({clock}): {', '.join(shown) or 'unknown'}"]
     use = result.kv.use
     if use is not None:
-        active = use.active_blocks
-        line = f"KV pool: {active['mean']:,.0f} blocks active on average, at most {active['max']:,.0f}"
+        active, compressed = use.active_blocks, use.active_compressed_blocks
+        exact = "" if compressed is None else "exact "
+        line = f"KV pool: {active['mean']:,.0f} {exact}blocks active on average, at most {active['max']:,.0f}"
         if use.capacity_blocks is None:
             line += ", unbounded"
         else:
             line += f", of {use.capacity_blocks:,}"
+        if compressed is not None:
+            line += f"; {compressed['mean']:,.0f} compressed ones, at most {compressed['max']:,.0f}"
+            line += f", of {use.compressed_capacity_blocks:,}"
         if use.usage_ratio is not None:
-            line += f" ({use.usage_ratio['mean']:.1%} / {use.usage_ratio['max']:.1%})"
+            of = "" if compressed is None else "of all bytes "
+            line += f" ({of}{use.usage_ratio['mean']:.1%} / {use.usage_ratio['max']:.1%})"
         for name, ratio in (
             ("internal", use.internal_fragmentation_ratio),
             ("external", use.external_fragmentation_ratio),

@@ -39,16 +39,35 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class KVUse:
-    """How full the KV pool was, from the first arrival to the last end. Active blocks are of every step; fragmentation is of
-    samples, about one a second in a busy engine. What has no meaning without a capacity (unbounded pool) is None."""
+    """How full KV memory was, from the first arrival to the last end. Active blocks are of every step; fragmentation is of
+    samples of the exact pool, about one a second in a busy engine. What has no meaning without a capacity (unbounded pool) or without
+    compressed blocks is None."""
 
-    capacity_blocks: int | None
+    capacity_blocks: int | None  # exact ones
     block_size_tokens: int
     bytes_per_block: int
     active_blocks: Summary  # mean, max
-    usage_ratio: Summary | None  # active / capacity
+    usage_ratio: Summary | None  # bytes of active blocks / bytes of all, exact and compressed
     internal_fragmentation_ratio: Summary | None  # 1 - tokens / (active blocks x block size), while any is active
     external_fragmentation_ratio: Summary | None  # 1 - largest free run / allocatable
+    compressed_capacity_blocks: int | None = None
+    bytes_per_compressed_block: int | None = None
+    active_compressed_blocks: Summary | None = None
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """Tokens that all blocks have room for, exact and compressed."""
+        if self.capacity_blocks is None:
+            return None
+        return (self.capacity_blocks + (self.compressed_capacity_blocks or 0)) * self.block_size_tokens
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Of all blocks, exact and compressed."""
+        if self.capacity_blocks is None:
+            return None
+        compressed = (self.compressed_capacity_blocks or 0) * (self.bytes_per_compressed_block or 0)
+        return self.capacity_blocks * self.bytes_per_block + compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +103,7 @@ class ReplayResult:
     phases: dict[str, Phases] | None
     kv: KV
     preemptions: int | None
+    answers_cut_short: int | None = None  # by max_model_len
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(
         default_factory=lambda: {
@@ -135,6 +155,20 @@ def _mean_phases(records: Sequence[RequestRecord]) -> Phases:
             for state, row in zip(catalog.STATES, mean.tolist(), strict=True)
         },
     )
+
+
+def notes_on(
+    requests: int, refused: int, cut_short: int, max_model_len: int, phases: Mapping[str, Phases] | None
+) -> list[str]:
+    """What to mind of a replay's figures: requests that are not in them, answers that are shorter than asked for, overload."""
+    notes = []
+    if refused:
+        notes.append(f"{refused:,} of {requests:,} requests were refused; they are in no latency and no hit rate.")
+    if cut_short:
+        notes.append(f"{cut_short:,} answers were cut short by max_model_len = {max_model_len:,}.")
+    if phases is not None and (waited := phases["all"].by_state["queued"] / phases["all"].mean_latency_seconds) > 0.5:
+        notes.append(f"Overloaded: requests spent {waited:.0%} of their time queued. Add GPUs, or slow the load.")
+    return notes
 
 
 def throughput(

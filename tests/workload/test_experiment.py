@@ -305,6 +305,19 @@ def test_compressed_blocks_get_the_share_of_tokens_that_lie_in_them() -> None:
     assert sizes.max_model_len == 40_960
 
 
+def test_the_replay_of_an_arm_says_the_same_of_its_memory_as_its_figures() -> None:
+    """Both pools count, by bytes; the figures end with the last arrival, the replay with the last answer."""
+    result = run_experiment(small_load(200), TARGET, ExperimentSettings(arms=("paging", "compression"), time_scale=0.3))
+    for arm in result.arms:
+        use = arm.replay.kv.use
+        assert use is not None
+        assert use.usage_ratio is not None
+        assert use.usage_ratio["mean"] == pytest.approx(arm.figures.held_ratio, rel=0.1), arm.arm.name
+    assert use.active_compressed_blocks is not None
+    assert use.active_compressed_blocks["mean"] > 0
+    assert use.capacity_bytes == pytest.approx(result.sizes.kv_bytes, rel=1e-3)
+
+
 # -- what people see --------------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +327,8 @@ def test_tables_plot_and_json_say_virtual_time(
     print_experiment(everything)
     text = capsys.readouterr().out
     assert "What each mechanism buys, in virtual time (llama-3-8b on H100)" in text
-    assert "Simulated: times are worked out from published figures of H100; no model was run." in text
+    source = "published figures of H100 and assumed efficiencies and overhead"
+    assert f"Simulated: times are worked out from {source}; no model was run." in " ".join(text.split())
     assert "real time" not in text
     for name in MECHANISM_NAMES:
         assert f"+ {name}" in text
@@ -325,6 +339,7 @@ def test_tables_plot_and_json_say_virtual_time(
     assert "<script src" not in page  # nothing is fetched
     data = json.loads(everything.to_json())
     assert data["clock"] == "virtual"
+    assert "assumed efficiencies and overhead" in data["notes"][0]
     assert [arm["replay"]["clock"] for arm in data["arms"]] == ["virtual"] * 12
     assert data["arms"][0]["replay"]["settings"]["reservation"] == "max_model_len"
 
