@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from observability.workload.traces import TraceRequest
 
 _TARGET, _ENGINE, _LOAD = "Target (default: --gpu H100 --model llama-3-8b)", "Engine (not with --url)", "Load"
+_DAY_SECONDS = 86_400.0
 _SERVER = "Server (with --url)"
 
 
@@ -135,7 +136,10 @@ def replay(
         ),
     ] = None,
     requests_per_second: Annotated[
-        float | None, typer.Option(help="Of `generated`: mean rate.", rich_help_panel=_LOAD)
+        float | None,
+        typer.Option(
+            help="Of `generated`: mean rate. From --span 86400 on it follows the time of day.", rich_help_panel=_LOAD
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of `generated`: another seed, another load.", rich_help_panel=_LOAD)] = 0,
     served_model: Annotated[
@@ -158,8 +162,8 @@ def replay(
 ) -> None:
     """Replay a load and say what latency, cache hits and KV use come of it.
 
-    With --gpu nothing is run: time is virtual, worked out from the GPU's and the model's published figures, and a
-    recorded hour takes seconds. With --torch and --url it takes the time that it takes.
+    With --gpu nothing is run: time is virtual, worked out from the GPU's and the model's published figures and assumed
+    efficiencies and overhead, and a recorded hour takes seconds. With --torch and --url it takes the time that it takes.
 
     Examples:
 
@@ -193,11 +197,13 @@ def replay(
             )
     source = _Load(
         load, time_scale, length_scale, limit, start, span, preset, requests_per_second, seed,
-        laptop=torch is not None, start_time=time.time() if torch or url else 0.0,
+        laptop=torch is not None, now=time.time() if torch or url else 0.0,
     )  # fmt: skip
     if json_to not in (None, "-"):
         check_writable(Path(json_to), "Give --json another path, or -.")
     total = source.count()
+    if not total:
+        raise source.nothing_arrives()
     with progress_bar("replaying", "requests") as show:
         on_end = None if show is None else partial(show, total=total)
         if url is not None:
@@ -260,7 +266,7 @@ class _Load:
     requests_per_second: float | None
     seed: int
     laptop: bool
-    start_time: float  # Unix seconds, for the time of day of the built-in load
+    now: float  # Unix seconds at which the load begins
 
     @property
     def generated(self) -> bool:
@@ -297,6 +303,11 @@ class _Load:
         )  # fmt: skip
 
     @property
+    def start_time(self) -> float | None:
+        """For the time of day of the built-in load. Days have that shape; of less, every part has the mean rate that was asked for."""
+        return self.now if (self.span_seconds or 0.0) >= _DAY_SECONDS else None
+
+    @property
     def span_seconds(self) -> float | None:
         """The built-in load never ends: it takes an hour of it unless asked otherwise."""
         return 3600.0 if self.generated and self.span is None and self.limit is None else self.span
@@ -304,6 +315,21 @@ class _Load:
     def count(self) -> int:
         """How many requests there are; raises TraceError before anything is sent if one cannot be read."""
         return sum(1 for _ in self.requests())
+
+    def nothing_arrives(self) -> KvscopeError:
+        """Why there is no request, of a load whose count() is 0."""
+        from observability.workload.traces import read_trace
+
+        part = f"from {self.start:g} s on" if self.span is None else f"in the {self.span:g} s from {self.start:g} s on"
+        if self.generated:
+            return ConfigError(
+                f"No request of the built-in load arrives {part}.", next_step="Give a longer --span, or a higher rate."
+            )
+        end = max(request.arrival_seconds for request in read_trace(self.source))
+        return ConfigError(
+            f"No request arrives {part}: {self.source} ends at {end:,.1f} s.",
+            next_step="Give a --start before that." if self.start > end else "Give a longer --span.",
+        )
 
     def describe(self) -> dict[str, Any]:
         shown: dict[str, Any] = {

@@ -29,12 +29,15 @@ from observability.engine.types import PromptSpan
 from observability.errors import ConfigError
 from observability.workload.traces import MAX_TOKENS, PART_TOKENS, TraceRequest
 
+LEAST_REQUESTS_PER_SECOND = 1e-4
+"""Below, a load would be little but empty time, which is drawn slot by slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """requests_per_second: mean over a day. length_scale: on prompts and answers, as in read_trace. max_prompt_tokens:
-    longer first prompts are cut, and a conversation that would outgrow it starts over. day_strength: exponent on the
-    hourly factors (0: no day shape, 1: as recorded, 2: twice as pronounced). burstiness: relative standard deviation of
+    """requests_per_second: mean, of days where there is a time of day. length_scale: on prompts and answers, as in
+    read_trace. max_prompt_tokens: longer first prompts are cut, and a conversation that would outgrow it starts over.
+    day_strength: exponent on the hourly factors (0: no day shape, 1: as recorded, 2: twice as pronounced). burstiness: relative standard deviation of
     the rate around the day shape, with a memory of two minutes (0: Poisson session starts)."""
 
     requests_per_second: float = 3.4
@@ -48,7 +51,11 @@ class LoadSettings:
             if not ok:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {want}.", next_step=f"Change {name}.")
 
-        check(0.0 < self.requests_per_second <= 1e6, "requests_per_second", "above 0 and at most a million")
+        check(
+            LEAST_REQUESTS_PER_SECOND <= self.requests_per_second <= 1e6,
+            "requests_per_second",
+            f"between {LEAST_REQUESTS_PER_SECOND:g} (about nine a day) and a million",
+        )
         check(1 / PART_TOKENS <= self.length_scale <= 64.0, "length_scale", "between 1/512 and 64")
         low = round(PART_TOKENS * self.length_scale) + 1
         check(
@@ -134,10 +141,11 @@ class _Turn:
     turns: int
 
 
-def generate_load(settings: LoadSettings, seed: int = 0, *, start_time: float = 0.0) -> Iterator[TraceRequest]:
+def generate_load(settings: LoadSettings, seed: int = 0, *, start_time: float | None = None) -> Iterator[TraceRequest]:
     """Yields requests without end, in order of arrival; the same settings, seed and start_time give the same load.
 
-    start_time: Unix seconds at which the load starts, for the shape of the day. arrival_seconds counts from there.
+    start_time: Unix seconds at which the load starts, for the shape of the day. None: there is no shape, and any hour has the mean rate.
+    arrival_seconds counts from the start.
     Class: first turns are `standard`, next turns (somebody waits in a conversation) `interactive`, prompts of 32K
     unscaled tokens and more `long_context`. Memory holds only sessions that have a turn ahead.
     """
@@ -208,17 +216,18 @@ def _extend(hash_ids: tuple[int, ...], tokens: int, new_hash: Iterator[int]) -> 
     return (*hash_ids[:parts], *itertools.islice(new_hash, max(0, parts - len(hash_ids))))
 
 
-def _session_starts(rng: random.Random, settings: LoadSettings, start_time: float) -> Iterator[float]:
+def _session_starts(rng: random.Random, settings: LoadSettings, start_time: float | None) -> Iterator[float]:
     """Times of session starts: Poisson within slots of 10 s whose rate follows the day and a mean-reverting burst factor."""
     mean_rate = settings.requests_per_second / _MEAN_TURNS
-    shape = [factor**settings.day_strength for factor in DAY_SHAPE]
+    strength = 0.0 if start_time is None else settings.day_strength
+    shape = [factor**strength for factor in DAY_SHAPE]
     mean_shape = sum(shape) / len(shape)
     sigma = math.sqrt(math.log1p(settings.burstiness**2))  # of the logarithm, so that the factor's mean is 1
     memory = math.exp(-_SLOT_SECONDS / _BURST_MEMORY_SECONDS)
     level = rng.gauss(0.0, sigma)
     for slot in itertools.count():
         begin = slot * _SLOT_SECONDS - _WARM_UP_SECONDS
-        hour = (start_time + begin) / 3600.0
+        hour = ((start_time or 0.0) + begin) / 3600.0
         low = math.floor(hour)
         weight = hour - low
         day = shape[low % 24] * (1.0 - weight) + shape[(low + 1) % 24] * weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,17 @@ def test_rate_over_days_is_the_mean_that_was_asked_for_and_follows_the_day() -> 
     assert np.corrcoef(by_hour, between)[0, 1] > 0.9
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_hour_without_a_time_of_day_has_the_mean_rate(preset: str) -> None:
+    settings, hours = replace(PRESETS[preset], burstiness=0.0), 20
+    seconds = 3600.0 * (1 if preset == "recorded" else 10)
+    counts = []
+    for seed in range(hours):
+        requests = itertools.takewhile(lambda r: r.arrival_seconds < seconds, generate_load(settings, seed))
+        counts.append(sum(1 for _ in requests))
+    assert np.mean(counts) / seconds == pytest.approx(settings.requests_per_second, rel=0.03)
+
+
 def test_day_shape_follows_the_start_time() -> None:
     settings = LoadSettings(requests_per_second=2.0, burstiness=0.0, day_strength=2.0)
     evening = len(load(settings, 3600, start_time=20 * 3600.0))
@@ -146,7 +158,7 @@ def test_laptop_preset_is_what_two_cores_can_serve() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"requests_per_second": 0}, {"requests_per_second": float("nan")}, {"length_scale": 0.001}, {"max_prompt_tokens": 512},
+        {"requests_per_second": 0}, {"requests_per_second": 9e-5}, {"requests_per_second": float("nan")}, {"length_scale": 0.001}, {"max_prompt_tokens": 512},
         {"day_strength": -1}, {"burstiness": 9},
     ],
 )  # fmt: skip

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from observability.cli.replay import _Load
 from tests.workload.truth import hit_rate, hits_of_unbounded_cache, mooncake_prompts
 
 KVSCOPE = str(Path(sys.executable).with_name("kvscope"))
@@ -92,7 +94,7 @@ def test_a_table_for_people_and_a_file_for_programs(data_dir: Path, tmp_path: Pa
 
 
 def test_a_mechanism_is_switched_on_by_name_and_is_part_of_the_result() -> None:
-    small = ("generated", "--limit", "60", "--kv-blocks", "9000", "--max-model-len", "131072", "--time-scale", "4")
+    small = ("generated", "--limit", "120", "--kv-blocks", "9000", "--max-model-len", "131072", "--time-scale", "4")
     plain = replayed(*small)
     with_host = replayed(*small, "--engine", "num_host_blocks=100000", "--engine", "controller.patience=4")
     assert (plain["settings"]["num_host_blocks"], plain["settings"]["controller"]) == (0, None)
@@ -109,6 +111,53 @@ def test_the_generated_load_needs_no_file() -> None:
     assert result["duration_seconds"] > 100
 
 
+def test_an_hour_of_the_generated_load_has_the_rate_that_was_asked_for() -> None:
+    result = replayed("generated", "--length-scale", "0.02", "--requests-per-second", "3.4")
+    assert result["settings"]["span_seconds"] == 3600
+    assert result["settings"]["start_time"] is None
+    assert result["requests"] / 3600 == pytest.approx(3.4, rel=0.07)  # its bursts alone are 4 % of an hour
+    assert result["throughput"]["requests_per_second"] == pytest.approx(3.4, rel=0.07)
+
+
+def test_days_of_the_generated_load_have_their_shape_and_less_has_none() -> None:
+    def load(span: float) -> _Load:
+        return _Load("generated", 1.0, 1.0, None, 0.0, span, "recorded", 0.5, 0, laptop=False, now=0.0)
+
+    hours = np.bincount([int(r.arrival_seconds // 3600) for r in load(86_400).requests()])
+    assert hours.mean() / 3600 == pytest.approx(0.5, rel=0.05)
+    assert hours[19:22].mean() / hours[3:6].mean() == pytest.approx(1.23 / 0.81, rel=0.15)
+    less = np.bincount([int(r.arrival_seconds // 3600) for r in load(86_399).requests()])
+    assert less[19:22].mean() / less[3:6].mean() == pytest.approx(1.0, rel=0.15)
+
+
+def test_what_fits_is_worked_out_beside_compressed_blocks() -> None:
+    result = replayed("generated", "--limit", "20", "--engine", "num_compressed_blocks=2000")
+    use, settings = result["kv"]["use"], result["settings"]
+    assert settings["max_model_len"] == 2000 * 16
+    assert use["compressed_capacity_blocks"] == 2000
+    room = use["capacity_blocks"] * use["bytes_per_block"] + 2000 * use["bytes_per_compressed_block"]
+    assert 0 <= 72e9 - 16_060_522_496 - room < use["bytes_per_block"]
+    done = kvscope("generated", "--limit", "20", "--engine", "num_compressed_blocks=2000")
+    told = " ".join(done.stdout.split())
+    assert (
+        f"exact blocks active on average, at most {use['active_blocks']['max']:,.0f}, of {use['capacity_blocks']:,}"
+        in told
+    )
+    assert f"at most {use['active_compressed_blocks']['max']:,.0f}, of 2,000 (of all bytes" in told
+
+
+def test_a_start_past_the_end_says_where_the_trace_ends(tmp_path: Path) -> None:
+    line = '{"timestamp": %d, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n'
+    (tmp_path / "short.jsonl").write_text(line % 1000 + line % 31_500)
+    done = kvscope("short.jsonl", "--start", "100", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "No request arrives from 100 s on: short.jsonl ends at 30.5 s." in " ".join(done.stderr.split())
+    done = kvscope("short.jsonl", "--start", "10", "--span", "5", cwd=tmp_path)
+    assert "No request arrives in the 5 s from 10 s on: short.jsonl ends at 30.5 s." in " ".join(done.stderr.split())
+    assert "Give a longer --span." in done.stderr
+
+
 def test_a_real_model_runs_from_the_command_line() -> None:
     result = replayed("generated", "--torch", "tiny", "--limit", "5", "--time-scale", "100")
     assert result["clock"] == "real"
@@ -119,7 +168,7 @@ def test_a_real_model_runs_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n\n', "line 2: is empty"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n\n{}\n', "line 2: is empty"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n{"timestamp"\n', "line 2: invalid JSON"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-4,5\n", "line 2: ContextTokens"),
         ("", "holds no request"),
@@ -150,6 +199,15 @@ def test_a_bad_trace_is_named_with_its_line_before_anything_runs(tmp_path: Path,
         (["generated", "--engine", "warp=9"], "no engine setting 'warp'"),
         (["generated", "--engine", "max_num_seqs=9"], "has an option of its own"),
         (["generated", "--engine", "num_host_blocks=1"], "prefetch_lookahead = 3 and num_host_blocks = 1 contradict"),
+        (["generated", "--requests-per-second", "1e-9", "--limit", "5"], "must be between 0.0001 (about nine a day)"),
+        (
+            ["generated", "--requests-per-second", "0.001", "--span", "1"],
+            "No request of the built-in load arrives in the 1 s",
+        ),
+        (
+            ["generated", "--engine", "num_compressed_blocks=9999999"],
+            "9,999,999 compressed blocks on 1 x H100 (80 GB each) leaves no room",
+        ),
         (["generated", "--json", "/no/such/folder/out.json"], "cannot be written"),
         (["generated", "--limit", "3", "--max-model-len", "16"], "No request of 3 was served"),
     ],
