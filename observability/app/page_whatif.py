@@ -15,7 +15,7 @@ from observability.app.charts import BLUE, ORANGE, Line, axis_unit
 from observability.app.ui import Content, Context
 from observability.app.units import ABSENT, percent, quantity, setting
 from observability.app.whatif import MAX_TRACE_BYTES, Job
-from observability.engine.executor.hardware import GPUS
+from observability.engine.executor.hardware import GPUS, group_sizes
 from observability.engine.model.costs import MODELS
 from observability.errors import KvscopeError
 from observability.objectives import LatencyObjective
@@ -25,9 +25,14 @@ LAYOUTS = {
     "contiguous": "adjacent below 2K, any above", "paged": "any blocks (paged)", "compressed": "int8 from 8K tokens on",
     "reserved": "longest length reserved",
 }  # fmt: skip
-KV = {"16 bit": "auto", "int8": "int8"}
+#: KV as it is computed, by format.
+_OWN = {"float32": "32 bit", "bfloat16": "16 bit", "fp8": "fp8"}
 SIDES = ("before", "after")
 _HEIGHT = 230
+_MOST_GPUS = 64
+_SAME_SPEED = (
+    "Virtual time reads adjacent and scattered blocks at the same speed: contiguous and paged give the same latencies."
+)
 
 
 def draw(context: Context) -> None:
@@ -120,6 +125,33 @@ def _measured(context: Context) -> str:
     return "" if value is None else escape(f"{quantity(value, 'requests/s')} of {context.view.model}")
 
 
+def models_for(gpu: str) -> list[str]:
+    """Models whose KV is known in the format that this GPU computes in."""
+    return [name for name, model in MODELS.items() if _own_format(gpu, name) in model.kv_formats]
+
+
+def kv_for(gpu: str, model: str) -> dict[str, str]:
+    """KV precisions of the model there, by name, as Setting.kv_dtype has them."""
+    choices = {_OWN[_own_format(gpu, model)]: "auto"}
+    return choices | {"int8": "int8"} if "int8" in MODELS[model].kv_formats else choices
+
+
+def layouts_for(model: str, kv_dtype: str) -> list[str]:
+    """Of LAYOUTS, those that go with the model and the KV precision: what is int8 already is not compressed to it."""
+    compressed = kv_dtype == "auto" and "int8" in MODELS[model].kv_formats
+    return [name for name in LAYOUTS if compressed or name != "compressed"]
+
+
+def groups_for(gpu: str, model: str) -> list[int]:
+    """Numbers of GPUs that a replica can have."""
+    return [size for size in group_sizes(GPUS[gpu], MODELS[model].heads) if size <= _MOST_GPUS]
+
+
+def _own_format(gpu: str, model: str) -> str:
+    """Of KV that is stored as it is computed: the model's own, on a device without short floats float32."""
+    return MODELS[model].kv_format if "bfloat16" in GPUS[gpu].peak_flops else "float32"
+
+
 def _setting(side: str) -> dict[str, Any]:
     """The controls of one side; returns what they say, by the worker's names."""
 
@@ -132,28 +164,34 @@ def _setting(side: str) -> dict[str, Any]:
         gpu = top.selectbox(
             "GPU", list(GPUS), index=list(GPUS).index("H100"), key=key("gpu"), bind="query-params", width=120
         )
+        models = models_for(gpu)
         model = top.selectbox(
             "Model",
-            list(MODELS),
-            index=list(MODELS).index("llama-3-8b"),
+            models,
+            index=models.index("llama-3-8b"),
             key=key("model"),
             bind="query-params",
             width=160,
         )
-        tensor_parallel = top.number_input("GPUs a replica", 1, 64, 1, key=key("tp"), bind="query-params", width=120)
+        tensor_parallel = top.selectbox(
+            "GPUs a replica", groups_for(gpu, model), key=key("tp"), bind="query-params", width=120,
+            help=f"They share the {MODELS[model].heads} heads of each layer evenly.",
+        )  # fmt: skip
         replicas = top.number_input(
             "Replicas", 1, 32, 1 if side == "before" else 2, key=key("replicas"), bind="query-params", width=110
         )
         low = st.container(horizontal=True, gap="small", key=f"whatif-{side}-2")
-        kv = low.selectbox("KV precision", list(KV), key=key("kv"), bind="query-params", width=120)
+        precisions = kv_for(gpu, model)
+        kv = low.selectbox(
+            "KV precision", list(precisions), key=key("kv"), bind="query-params", width=120,
+            help="As computed, or int8 where the model's KV is known in it.",
+        )  # fmt: skip
         layout = low.selectbox(
-            "KV layout",
-            list(LAYOUTS),
-            key=key("layout"),
-            bind="query-params",
-            width=160,
-            help="; ".join(f"{k}: {v}" for k, v in LAYOUTS.items()),
-        )
+            "KV layout", layouts_for(model, precisions[kv]), key=key("layout"), bind="query-params", width=160,
+            help="; ".join(f"{k}: {v}" for k, v in LAYOUTS.items())
+            + ". Compressed goes with KV as computed, of models whose KV is known in int8. "
+            + _SAME_SPEED,
+        )  # fmt: skip
         seqs = low.number_input(
             "Batch limit",
             1,
@@ -168,7 +206,7 @@ def _setting(side: str) -> dict[str, Any]:
             "Tokens a step", 16, 1 << 20, 8192, step=512, key=key("tokens"), bind="query-params", width=130
         )
     return {
-        "gpu": gpu, "model": model, "tensor_parallel": tensor_parallel, "kv_dtype": KV[kv], "layout": layout, "max_num_seqs": seqs,
+        "gpu": gpu, "model": model, "tensor_parallel": tensor_parallel, "kv_dtype": precisions[kv], "layout": layout, "max_num_seqs": seqs,
         "max_num_batched_tokens": tokens, "replicas": replicas,
     }  # fmt: skip
 
@@ -182,14 +220,18 @@ _NAMES = {
 def _difference(question: Mapping[str, Any], differs: list[str]) -> str:
     if not differs:
         return "Both sides are the same."
-    told = (
-        f"{_NAMES[name]} {_shown(question['before'][name])} → {_shown(question['after'][name])}" for name in differs
+    told = "; ".join(
+        f"{_NAMES[name]} {_shown(question['before'], name)} → {_shown(question['after'], name)}" for name in differs
     )
-    return escape("; ".join(told))
+    layouts = {question[side]["layout"] for side in SIDES}
+    return escape(f"{told}. {_SAME_SPEED}" if layouts == {"contiguous", "paged"} else told)
 
 
-def _shown(value: object) -> str:
-    return "16 bit" if value == "auto" else f"{value:,}" if isinstance(value, int) else str(value)
+def _shown(setting: Mapping[str, Any], name: str) -> str:
+    value = setting[name]
+    if value == "auto":
+        return _OWN[_own_format(setting["gpu"], setting["model"])]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _outcome(context: Context, key: str) -> None:
@@ -224,8 +266,10 @@ def _answer(context: Context, job: Job) -> None:
         "info", "Simulated: virtual time, no model was run.",
         f"{answer['requests']:,} requests at {quantity(answer['rate'], 'requests/s')} over {quantity(answer['span_seconds'], 'seconds')} "
         f"({answer['prompt_tokens']:,} prompt and {answer['output_tokens']:,} answer tokens), on the cost models of {answer['before']['device']} and "
-        f"{answer['after']['device']}; worked out in {quantity(answer['wall_seconds'], 'seconds')}.",
+        f"{answer['after']['device']}; worked out in {quantity(answer['wall_seconds'], 'seconds')} from {_worked_out_from(answer)}.",
     )  # fmt: skip
+    for title, text in cautions(answer):
+        ui.banner("warning", title, text)
     held = queries.held_latencies(context.view.model)
     for column, objective in zip(st.columns(len(held)), held, strict=True):
         with column:
@@ -251,6 +295,27 @@ def _answer(context: Context, job: Job) -> None:
         )
 
 
+def _worked_out_from(answer: Mapping[str, Any]) -> str:
+    return "; ".join(dict.fromkeys(answer[side]["worked_out_from"] for side in SIDES))
+
+
+def _same_requests(answer: Mapping[str, Any]) -> bool:
+    before, after = (answer[side] for side in SIDES)
+    return before["served"] == after["served"] and before["answer_tokens"] == after["answer_tokens"]
+
+
+def cautions(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What to mind of the comparison: title and text of each."""
+    told = [(f"{side.capitalize()}:", note) for side in SIDES for note in answer[side]["notes"]]
+    if _same_requests(answer):
+        return told
+    served = "; ".join(
+        f"{side}: {answer[side]['served']:,} of {answer[side]['requests']:,} requests and {answer[side]['answer_tokens']:,} answer tokens"
+        for side in SIDES
+    )
+    return [("The sides did not serve the same: their latencies are not of the same requests.", f"{served}."), *told]
+
+
 def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
     """P99 of both sides in words and the percentiles of both as lines."""
     sides = {side: answer[side] for side in SIDES}
@@ -266,9 +331,10 @@ def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
         if ratio < 2
         else f"▲ {ratio:.1f} times"
     )
+    of = "" if _same_requests(answer) else f" of {sides['before']['served']:,} → {sides['after']['served']:,} requests"
     limit = setting(objective.threshold_seconds, "seconds")
     words = (
-        f'<div class="figure"><b>{quantity(p99["before"], "seconds")} → {quantity(p99["after"], "seconds")}</b><span>P99, {change}</span></div>'
+        f'<div class="figure"><b>{quantity(p99["before"], "seconds")} → {quantity(p99["after"], "seconds")}</b><span>P99{of}, {change}</span></div>'
         f'<p class="limits">Over {limit}: {percent(over["before"])} → <b>{percent(over["after"])}</b>, {setting(1 - objective.target, "ratio")} allowed</p>'
     )
     table = pd.DataFrame(
@@ -277,7 +343,7 @@ def latency(answer: Mapping[str, Any], objective: LatencyObjective) -> Content:
             **{side: each["percentiles"][objective.name] for side, each in sides.items()},
         }
     )
-    return Content(words, _percentile_lines(table, Line(objective.threshold_seconds, limit)), data=table)
+    return Content(words, _percentile_lines(table, Line(objective.threshold_seconds, limit)), data=_said(answer, table))
 
 
 def _percentile_lines(table: pd.DataFrame, line: Line) -> charts.Drawing:
@@ -321,7 +387,16 @@ def makeup(answer: Mapping[str, Any]) -> Content:
             rows[side] = pd.Series({state: states.get(state, 0.0) for state in catalog.STATES})
     if not rows or not any(parts.sum() > 0 for parts in rows.values()):
         return Content(absent="No request was served.")
-    return Content(figure=charts.makeup_bars(rows, _HEIGHT), data=pd.DataFrame(rows).rename_axis("state").reset_index())
+    return Content(
+        figure=charts.makeup_bars(rows, _HEIGHT),
+        data=_said(answer, pd.DataFrame(rows).rename_axis("state").reset_index()),
+    )
+
+
+def _said(answer: Mapping[str, Any], data: pd.DataFrame) -> pd.DataFrame:
+    """`data` with the clock of its figures, so that a file of it says that they are simulated."""
+    data.insert(0, "clock", answer["clock"])
+    return data
 
 
 def figures(answer: Mapping[str, Any]) -> Content:
@@ -336,8 +411,8 @@ def figures(answer: Mapping[str, Any]) -> Content:
     listed = [
         row("Requests served", "requests", each("served")), row("Requests refused", "requests", each("refused")),
         row("Tokens a second, all replicas", "tokens/s", each("tokens_per_second")), row("Until the last request ended", "seconds", each("duration_seconds")),
-        row("Room of a replica's KV pool", "tokens", each("kv_tokens")), row("KV pool held, mean", "ratio", each("kv_usage_mean")),
-        row("KV pool held, most", "ratio", each("kv_usage_max")), row("KV hit rate", "ratio", each("hit_rate")),
+        row("Room of a replica's KV pool", "tokens", each("kv_tokens")), row("KV pools held, mean", "ratio", each("kv_usage_mean")),
+        row("Most of a KV pool held", "ratio", each("kv_usage_max")), row("KV hit rate", "ratio", each("hit_rate")),
         row("Preemptions", "", each("preemptions")),
     ]  # fmt: skip
     body = "".join(
@@ -349,7 +424,7 @@ def figures(answer: Mapping[str, Any]) -> Content:
         for side in SIDES
         for reason, count in answer[side]["reasons"].items()
     )
-    data = pd.DataFrame(listed, columns=["figure", "unit", "before", "after"])
+    data = _said(answer, pd.DataFrame(listed, columns=["figure", "unit", "before", "after"]))
     return Content(
         f'<table class="plain"><tr><th></th><th>before</th><th>after</th></tr>{body}</table><ul class="notes">{reasons}</ul>',
         data=data,

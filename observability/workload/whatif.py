@@ -22,13 +22,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from observability.catalog import REFUSED_OUTCOMES
+from observability.engine.executor.hardware import gpu_by_name
+from observability.engine.executor.roofline import source_of
 from observability.errors import ConfigError, KvscopeError
 from observability.objectives import LATENCY_OBJECTIVES
-from observability.telemetry.recorder import RequestRecord
 from observability.workload.experiment import mechanisms, plan_sizes
-from observability.workload.generate import PRESETS, generate_load
+from observability.workload.generate import LEAST_REQUESTS_PER_SECOND, PRESETS, generate_load
 from observability.workload.replay import InProcess, MeasuredTelemetry, replay_measured
-from observability.workload.results import SERVED, ReplayResult, Summary, phases_of, summarize
+from observability.workload.results import SERVED, ReplayResult, Summary, notes_on, phases_of, summarize
 from observability.workload.traces import TraceRequest, read_trace, window
 
 MAX_REQUESTS = 20_000
@@ -62,7 +63,7 @@ class Load(BaseModel):
 
     path: str | None = None
     preset: str = "recorded"
-    requests_per_second: float | None = Field(None, gt=0, le=10_000)
+    requests_per_second: float | None = Field(None, ge=LEAST_REQUESTS_PER_SECOND, le=10_000)
     seed: int = Field(0, ge=0, le=1 << 32)
     time_scale: float = Field(1.0, ge=0.001, le=1000)
     limit: int = Field(1500, ge=2, le=MAX_REQUESTS)
@@ -83,16 +84,20 @@ class Question(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Side:
     """One setting under the load. Latencies in seconds: exact quantiles over all served requests of all replicas, and their values at
-    PERCENTILES. over: share above the threshold of each latency objective. None: nothing was measured.
+    PERCENTILES. over: share above the threshold of each latency objective. None: nothing was measured. notes: what to mind of these
+    figures. answer_tokens: of served requests.
 
-    kv_tokens: room of one replica's pool. kv_usage: mean and largest share of the pool held, over replicas. makeup: mean seconds by state
-    of the slowest 1 % and of all.
+    kv_tokens: room of one replica's KV pool, exact and compressed blocks. kv_usage_mean: share of the bytes of all replicas' pools that
+    requests held, from the first arrival to the last end. kv_usage_max: the largest share of one replica's. makeup: mean seconds by state
+    of the slowest 1 % and of all. worked_out_from: what the times are based on.
     """
 
     requests: int
     served: int
     refused: int
     reasons: dict[str, int]
+    notes: list[str]
+    answer_tokens: int
     duration_seconds: float
     latency: dict[str, Summary | None]
     percentiles: dict[str, list[float]]
@@ -105,6 +110,7 @@ class Side:
     preemptions: int
     makeup: dict[str, dict[str, float]]
     device: str
+    worked_out_from: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +194,9 @@ def target_of(setting: Setting, load: Sequence[TraceRequest]) -> InProcess:
     if setting.layout == "reserved":
         sizes = plan_sizes(load, target, compression=False)
         return replace(
-            target, max_model_len=sizes.max_model_len, engine={"reservation": "max_model_len", "contiguous_below": 0}
-        )
+            target, max_model_len=sizes.max_model_len, prefix_caching=False,
+            engine={"reservation": "max_model_len", "contiguous_below": 0},
+        )  # fmt: skip
     if setting.layout == "compressed":
         sizes = plan_sizes(load, target)
         compression = next(m for m in mechanisms(sizes) if m.name == "compression")
@@ -211,11 +218,14 @@ def replay_side(
         if part:
             results.append(replay_measured(part, target, on_end=on_end))
         ended += len(part)
-    return _side(results, len(load), thresholds)
+    return _side(results, len(load), setting, thresholds)
 
 
 def _side(
-    results: Sequence[tuple[ReplayResult, MeasuredTelemetry]], requests: int, thresholds: Mapping[str, float]
+    results: Sequence[tuple[ReplayResult, MeasuredTelemetry]],
+    requests: int,
+    setting: Setting,
+    thresholds: Mapping[str, float],
 ) -> Side:
     records = [record for _, telemetry in results for record in telemetry.records]
     served = [record for record in records if record.outcome in SERVED]
@@ -231,26 +241,34 @@ def _side(
     }
     over = {name: _over(values[name], weights.get(name), threshold) for name, threshold in thresholds.items()}
     duration = max((r.finished for r in records), default=0.0) - min((r.arrival for r in records), default=0.0)
-    tokens = sum(r.prompt_tokens + r.generated_tokens for r in served)
+    answer_tokens = sum(r.generated_tokens for r in served)
+    tokens = answer_tokens + sum(r.prompt_tokens for r in served)
     kv = [result.kv for result, _ in results]
-    uses = [each.use.usage_ratio for each in kv if each.use is not None and each.use.usage_ratio is not None]
+    uses = [each.use for each in kv if each.use is not None]
+    capacity = uses[0].capacity_bytes if uses else None
+    held = sum(telemetry.active_byte_seconds for _, telemetry in results)  # replicas without a request held nothing
     queried, hit = (_sum([getattr(each, name) for each in kv]) for name in ("queried_tokens", "hit_tokens"))
-    capacity = kv[0].use
+    refused = sum(result.outcomes[name] for result, _ in results for name in REFUSED_OUTCOMES)
+    cut_short = sum(result.answers_cut_short or 0 for result, _ in results)
+    settings, phases = results[0][0].settings, phases_of(records)
     reasons: dict[str, int] = {}
     for result, _ in results:
         for reason, count in result.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + count
     return Side(
-        requests=requests, served=len(served), refused=sum(result.outcomes[name] for result, _ in results for name in REFUSED_OUTCOMES), reasons=reasons,
+        requests=requests, served=len(served), refused=refused, reasons=reasons,
+        notes=notes_on(requests, refused, cut_short, settings["max_model_len"], phases), answer_tokens=answer_tokens,
         duration_seconds=duration,
         latency={name: summarize(values[name], weights.get(name)) for name in values},
         percentiles={name: _percentiles(values[name], weights.get(name)) for name in values},
         over=over, tokens_per_second=tokens / duration if duration > 0 else None,
-        kv_tokens=None if capacity is None or capacity.capacity_blocks is None else capacity.capacity_blocks * capacity.block_size_tokens,
-        kv_usage_mean=float(np.mean([use["mean"] for use in uses])) if uses else None,
-        kv_usage_max=max((use["max"] for use in uses), default=None),
+        kv_tokens=uses[0].capacity_tokens if uses else None,
+        kv_usage_mean=held / (setting.replicas * capacity * duration) if capacity and duration > 0 else None,
+        kv_usage_max=max((use.usage_ratio["max"] for use in uses if use.usage_ratio is not None), default=None),
         hit_rate=hit / queried if hit is not None and queried else None,
-        preemptions=sum(record.preemptions for record in records), makeup=_makeup(records), device=str(results[0][0].settings["device"]),
+        preemptions=sum(record.preemptions for record in records),
+        makeup={} if phases is None else {name: dict(each.by_state) for name, each in phases.items()},
+        device=str(settings["device"]), worked_out_from=source_of(gpu_by_name(setting.gpu), setting.tensor_parallel),
     )  # fmt: skip
 
 
@@ -271,11 +289,6 @@ def _percentiles(values: np.ndarray, weights: np.ndarray | None) -> list[float]:
 def _sum(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _makeup(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
-    phases = phases_of(records)
-    return {} if phases is None else {name: dict(each.by_state) for name, each in phases.items()}
 
 
 # -- as a program -----------------------------------------------------------------------------------------------------------

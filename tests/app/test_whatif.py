@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium.webdriver.common.by import By
 
-from observability.app.page_whatif import latency
+from observability.app.files import csv
+from observability.app.page_whatif import (
+    _difference,
+    cautions,
+    figures,
+    groups_for,
+    kv_for,
+    latency,
+    layouts_for,
+    makeup,
+    models_for,
+)
 from observability.app.units import quantity
 from observability.app.whatif import RUNNING, WAITING, Comparisons, Job, key_of
+from observability.engine.model.costs import MODELS
+from observability.engine.types import PromptSpan
+from observability.errors import ConfigError
 from observability.objectives import TTFT
 from observability.workload.generate import PRESETS, generate_load
-from observability.workload.replay import InProcess, replay_in_process
-from observability.workload.whatif import Load, Setting, read_load, split
+from observability.workload.replay import InProcess, replay_in_process, virtual_engine
+from observability.workload.traces import TraceRequest
+from observability.workload.whatif import Load, Question, Setting, compare, read_load, replay_side, split, target_of
 from tests.app.browser import Browser
 from tests.conftest import wait_for
 
@@ -185,11 +203,139 @@ def test_a_worker_ends_when_the_app_that_started_it_does() -> None:
     worker.stdout.close()
 
 
-def test_settings_that_the_page_offers_are_ones_that_the_worker_takes() -> None:
-    from observability.app.page_whatif import KV, LAYOUTS
+@pytest.mark.parametrize("model", MODELS)
+def test_every_precision_and_layout_that_the_page_offers_for_a_model_serves_the_load(model: str) -> None:
+    load = list(read_load(Load(limit=6)))
+    gpu = "A10G" if MODELS[model].parameters < 1e9 else "H200"
+    group = max(size for size in groups_for(gpu, model) if size <= 16)
+    offered = [(kv, layout) for kv in kv_for(gpu, model).values() for layout in layouts_for(model, kv)]
+    assert {"contiguous", "paged", "reserved"} <= {layout for _, layout in offered}
+    for kv, layout in offered:
+        setting = Setting(model=model, gpu=gpu, tensor_parallel=group, kv_dtype=kv, layout=layout)  # type: ignore[arg-type]
+        side = replay_side(load, setting, {}, lambda _: None)
+        context = (
+            MODELS[model].max_context if layout in ("contiguous", "paged") else math.inf
+        )  # else: what the longest request needs
+        assert side.served == sum(r.prompt.length < context for r in load) > 0, (kv, layout, side.reasons)
 
-    for layout, kv in itertools.product(LAYOUTS, KV.values()):
-        assert Setting(layout=layout, kv_dtype=kv)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("gpu", ["A10G", "A100-40", "H100", "cpu-laptop"])
+def test_what_the_page_offers_is_refused_for_nothing_but_memory(gpu: str) -> None:
+    load, refused = list(read_load(Load(limit=2))), list[str]()
+    for model in models_for(gpu):
+        small = MODELS[model].parameters < 1e9  # its KV blocks would be tens of millions
+        group = max(size for size in groups_for(gpu, model) if size <= (1 if small else 4))
+        for kv in kv_for(gpu, model).values():
+            for layout in layouts_for(model, kv):
+                setting = Setting(model=model, gpu=gpu, tensor_parallel=group, kv_dtype=kv, layout=layout)  # type: ignore[arg-type]
+                try:
+                    replay_side(load, setting, {}, lambda _: None)
+                except ConfigError as error:
+                    refused.append(error.reason)
+    assert all(re.search("leaves? no room|do not fit|cannot hold one sequence", reason) for reason in refused), refused
+
+
+def test_int8_and_compression_are_offered_where_the_model_has_int8_and_once() -> None:
+    assert kv_for("H100", "llama-3-8b") == {"16 bit": "auto", "int8": "int8"}
+    assert kv_for("cpu-laptop", "smollm2-135m") == {"32 bit": "auto", "int8": "int8"}
+    assert kv_for("H100", "deepseek-v4-flash") == {"fp8": "auto"}
+    assert "compressed" in layouts_for("llama-3-8b", "auto")
+    assert "compressed" not in layouts_for("llama-3-8b", "int8")
+    assert "compressed" not in layouts_for("deepseek-v3", "auto")
+    assert groups_for("H100", "smollm2-135m") == [1, 3, 9]
+    assert groups_for("cpu-laptop", "smollm2-135m") == [1]
+    assert "deepseek-v3" not in models_for("cpu-laptop")
+
+
+def test_the_compressed_pool_counts_as_room_and_as_held() -> None:
+    load = [TraceRequest(0.0, PromptSpan(30_000, tuple(range(59))), 200)]
+    setting = Setting(layout="compressed")
+    side = replay_side(load, setting, {}, lambda _: None)
+    engine = virtual_engine(target_of(setting, load))[0]
+    config, executor = engine.config, engine.executor
+    assert config.num_blocks is not None
+    assert side.kv_tokens == (config.num_blocks + config.num_compressed_blocks) * 16
+    whole = virtual_engine(InProcess())[0]  # the same memory in exact blocks alone
+    assert whole.config.num_blocks is not None
+    assert side.kv_tokens > 1.2 * whole.config.num_blocks * 16
+    # All but the newest 256 tokens lie in compressed blocks, from the admission to the end.
+    old = (30_000 - 256) // 16
+    capacity = whole.config.num_blocks * executor.kv_bytes_per_block
+    compressed, exact = old * executor.kv_bytes_per_compressed_block, 30_200 // 16 + 1 - old
+    assert side.kv_usage_max == pytest.approx((compressed + exact * executor.kv_bytes_per_block) / capacity, rel=1e-3)
+    assert side.kv_usage_mean == pytest.approx((compressed + 23 * executor.kv_bytes_per_block) / capacity, rel=0.01)
+    use = replay_in_process(load, target_of(setting, load)).kv.use
+    assert use is not None
+    assert use.active_compressed_blocks == {"mean": pytest.approx(old), "max": old}
+    assert use.active_blocks["max"] == exact
+
+
+def test_idle_replicas_hold_none_of_their_kv() -> None:
+    load = [TraceRequest(2.0 * i, PromptSpan(8000, tuple(range(100 * i, 100 * i + 16))), 400) for i in range(10)]
+    capacity = virtual_engine(InProcess())[0].config.num_blocks
+    assert capacity is not None
+    for replicas in (1, 32):
+        side = replay_side(load, Setting(replicas=replicas), {}, lambda _: None)
+        served = side.latency["e2e"]
+        assert served is not None
+        held = 10 * served["mean"] * (8000 + 200) / 16  # while it answers, a request goes from 500 blocks to 525
+        assert side.kv_usage_mean == pytest.approx(held / (replicas * capacity * side.duration_seconds), rel=0.01)
+
+
+def test_contiguous_and_paged_differ_in_no_latency_and_the_page_says_why() -> None:
+    load = list(read_load(Load(limit=200)))
+    contiguous, paged = (
+        replay_side(load, Setting(layout=layout), {}, lambda _: None)  # type: ignore[arg-type]
+        for layout in ("contiguous", "paged")
+    )
+    assert contiguous.latency == paged.latency
+    question = {
+        side: Setting(layout=layout).model_dump() for side, layout in (("before", "contiguous"), ("after", "paged"))
+    }  # type: ignore[arg-type]
+    assert "contiguous and paged give the same latencies" in _difference(question, ["layout"])
+    question["after"] = Setting(layout="reserved").model_dump()
+    assert "same latencies" not in _difference(question, ["layout"])
+
+
+@pytest.fixture(scope="module")
+def uneven() -> dict[str, object]:
+    """A model with a shorter context on the one side."""
+    question = Question(
+        load=Load(limit=200), before=Setting(), after=Setting(model="smollm2-135m"), thresholds={TTFT.name: 1.0}
+    )
+    return asdict(compare(question))
+
+
+def test_sides_that_serve_other_requests_are_told_apart_beside_the_p99(uneven: dict[str, Any]) -> None:
+    load = list(read_load(Load(limit=200)))
+    fit = [r for r in load if r.prompt.length < 8192]
+    answers = [min(r.output_tokens, 8192 - r.prompt.length) for r in fit]
+    cut = sum(told < r.output_tokens for told, r in zip(answers, fit, strict=True))
+    told = [" ".join(each) for each in cautions(uneven)]
+    assert "did not serve the same" in told[0]
+    assert f"before: 200 of 200 requests and {sum(r.output_tokens for r in load):,} answer tokens" in told[0]
+    assert f"after: {len(fit)} of 200 requests and {sum(answers):,} answer tokens" in told[0]
+    assert any(each.startswith(f"After: {200 - len(fit)} of 200 requests were refused") for each in told)
+    assert any(
+        each.startswith(f"After: {cut} answers were cut short by max_model_len = 8,192") for each in told
+    ) == bool(cut)
+    assert f"P99 of 200 → {len(fit)} requests," in latency(uneven, TTFT).html
+
+
+def test_overload_is_told_for_the_side_that_has_it() -> None:
+    question = Question(load=Load(limit=150, requests_per_second=50), before=Setting(replicas=32), after=Setting())
+    told = cautions(asdict(compare(question)))
+    assert [title for title, text in told if text.startswith("Overloaded")] == ["After:"]
+    assert all("did not serve" not in title for title, _ in told)
+
+
+def test_files_of_the_page_say_that_their_figures_are_virtual(uneven: dict[str, Any]) -> None:
+    for content in (latency(uneven, TTFT), makeup(uneven), figures(uneven)):
+        assert content.data is not None
+        rows = csv(content.data).decode().splitlines()
+        assert rows[0].startswith("clock,")
+        assert len(rows) > 1
+        assert all(row.startswith("virtual,") for row in rows[1:])
 
 
 def click(browser: Browser, key: str) -> None:
