@@ -71,7 +71,7 @@ def soak_engine(clock: VirtualClock) -> Engine:
     )  # fmt: skip
     room = fit_num_blocks(model, gpu, config)
     config = replace(
-        config, num_blocks=room - 1100, num_compressed_blocks=2048, compressed_from=8192, num_host_blocks=20_000,
+        config, num_blocks=room - 1168, num_compressed_blocks=2048, compressed_from=8192, num_host_blocks=20_000,
         compaction_seconds=0.002,
     )  # fmt: skip
     telemetry = Telemetry(
