@@ -265,8 +265,8 @@ def _answer(context: Context, job: Job) -> None:
     ui.banner(
         "info", "Simulated: virtual time, no model was run.",
         f"{answer['requests']:,} requests at {quantity(answer['rate'], 'requests/s')} over {quantity(answer['span_seconds'], 'seconds')} "
-        f"({answer['prompt_tokens']:,} prompt and {answer['output_tokens']:,} answer tokens), on the cost models of {answer['before']['device']} and "
-        f"{answer['after']['device']}; worked out in {quantity(answer['wall_seconds'], 'seconds')} from {_worked_out_from(answer)}.",
+        f"({answer['prompt_tokens']:,} prompt and {answer['output_tokens']:,} answer tokens), "
+        f"worked out in {quantity(answer['wall_seconds'], 'seconds')} from {_worked_out_from(answer)}.",
     )  # fmt: skip
     for title, text in cautions(answer):
         ui.banner("warning", title, text)

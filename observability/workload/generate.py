@@ -37,8 +37,8 @@ LEAST_REQUESTS_PER_SECOND = 1e-4
 class LoadSettings:
     """requests_per_second: mean, of days where there is a time of day. length_scale: on prompts and answers, as in
     read_trace. max_prompt_tokens: longer first prompts are cut, and a conversation that would outgrow it starts over.
-    day_strength: exponent on the hourly factors (0: no day shape, 1: as recorded, 2: twice as pronounced). burstiness: relative standard deviation of
-    the rate around the day shape, with a memory of two minutes (0: Poisson session starts)."""
+    day_strength: exponent on the hourly factors (0: no day shape, 1: as recorded, 2: twice as pronounced). burstiness:
+    relative standard deviation of the rate around the day shape, with a memory of two minutes (0: Poisson session starts)."""
 
     requests_per_second: float = 3.4
     length_scale: float = 1.0

@@ -47,7 +47,7 @@ def unauthorized() -> Iterator[Scripted]:
 #: Commands that take an address; {} is where it stands. Each ends by itself with an error that names the address.
 ENDING = [
     ("doctor", "{}/metrics", "--interval", "0"),
-    ("replay", "generated", "--preset", "laptop", "--url", "{}", "--span", "1"),
+    ("replay", "generated", "--preset", "laptop", "--url", "{}", "--limit", "1"),
     ("route", "--replica", "{}"),
     ("app", "--source", "prometheus:{}", "--endpoint", "ftp{}"),
     ("forecast", "--source", "prometheus:{}"),
