@@ -94,7 +94,7 @@ def test_a_table_for_people_and_a_file_for_programs(data_dir: Path, tmp_path: Pa
 
 
 def test_a_mechanism_is_switched_on_by_name_and_is_part_of_the_result() -> None:
-    small = ("generated", "--limit", "120", "--kv-blocks", "9000", "--max-model-len", "131072", "--time-scale", "4")
+    small = ("generated", "--limit", "240", "--kv-blocks", "9000", "--max-model-len", "131072", "--time-scale", "4")
     plain = replayed(*small)
     with_host = replayed(*small, "--engine", "num_host_blocks=100000", "--engine", "controller.patience=4")
     assert (plain["settings"]["num_host_blocks"], plain["settings"]["controller"]) == (0, None)
