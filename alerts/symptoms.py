@@ -393,7 +393,7 @@ ALERTS: tuple[Alert, ...] = (
         expr="\nor ".join(
             # a ratio of means: a mean of ratios weighs a quiet minute like a busy one, and is NaN for an hour after one without events
             f"(avg_over_time({overflow_rate(x)}[1h]) / (avg_over_time({events_name(x, ())}[1h]) > 0) > {OVERFLOW:g}"
-            f' and on (model, engine) sum by (model, engine) ({burn.events("1h")}{{objective="{x.name}"}}) >= {x.min_events})'
+            f" and {burn.INTERVAL_SECONDS} * sum_over_time({events_name(x, ())}[1h]) >= {x.min_events})"
             for x in o.LATENCY_OBJECTIVES
         ),
         hold="10m",

@@ -20,6 +20,9 @@ from tests.app import synthetic
 from tests.app.browser import Browser
 from tests.conftest import wait_for
 
+#: So long after `end` the store has rows.
+STORED_SECONDS = 3600
+
 
 @pytest.fixture(scope="session")
 def end() -> float:
@@ -39,7 +42,7 @@ def store_path(tmp_path_factory: pytest.TempPathFactory, rows: dict[str, pd.Data
     ten minutes; tests only read it."""
     path = tmp_path_factory.mktemp("store") / "history.db"
     store = create(path)
-    later = pd.to_timedelta(np.arange(1, 61), unit="min")
+    later = pd.to_timedelta(np.arange(1, STORED_SECONDS // 60 + 1), unit="min")
     for name, frame in rows.items():
         last = frame[frame["time"] == pd.Timestamp(end, unit="s", tz="UTC")]
         store.append(name, pd.concat([frame, *(last.assign(time=last["time"] + each) for each in later)]))

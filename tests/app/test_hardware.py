@@ -15,7 +15,7 @@ from observability.signals import SIGNALS
 from observability.store.embedded import EmbeddedStore, create
 from tests.app import synthetic
 from tests.app.browser import Browser
-from tests.app.conftest import Start
+from tests.app.conftest import STORED_SECONDS, Start
 
 GPU_SIGNALS = [signal.name for signal in SIGNALS if signal.by[0] == "gpu"]
 
@@ -44,11 +44,9 @@ def test_gpus_of_one_number_on_two_hosts_are_told_apart_and_instances_named() ->
 
 
 def test_a_gpu_that_is_no_longer_read_keeps_its_last_score_and_says_so(source: EmbeddedStore, view: View) -> None:
-    later = View(view.model, view.start, view.end + 280, 20.0)
+    later = View(view.model, view.start, view.end + STORED_SECONDS + 780, 20.0)
     assert all(gpu.current for gpu in hardware.gpu_health(source, view))
-    assert not any(
-        gpu.current for gpu in hardware.gpu_health(source, View(view.model, later.start, later.end + 500, 20.0))
-    )
+    assert not any(gpu.current for gpu in hardware.gpu_health(source, later))
 
 
 def test_a_finding_of_a_newer_exporter_is_shown_by_its_name(

@@ -22,6 +22,7 @@ from observability.objectives import E2E, ITL, TTFT
 from observability.signals import BY_NAME, WINDOW_SECONDS, Signal
 from observability.store.embedded import SignalBlock, create
 from observability.store.source import Fired, SeriesSource
+from tests.app.conftest import STORED_SECONDS
 from tests.app.synthetic import written
 
 
@@ -54,7 +55,7 @@ def test_the_objective_is_judged_by_the_share_over_the_threshold() -> None:
 
 
 def test_a_value_that_is_no_longer_current_is_not_shown_as_now(source: SeriesSource, view: View) -> None:
-    later = View(view.model, view.start, view.end + 1200, 60.0)
+    later = View(view.model, view.start, view.end + STORED_SECONDS + 1200, 60.0)
     frame = queries.over_time(source, later, queries.KV_USAGE)
     assert queries.newest(frame) is not None
     assert queries.current(frame, later) is None

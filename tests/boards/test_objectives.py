@@ -247,7 +247,7 @@ def test_an_engine_that_lacks_the_bound_of_an_objective_is_not_judged_and_spoils
             )
             series[f'{theirs}{{model_name="{model}",job="v",instance="{instance}",le="{le}"}}'] = f"0+{1.5 * count}x60"
     own, foreign = '{model="m",class="standard",objective="ttft"}', '{model="m",engine="vllm",objective="ttft"}'
-    share = "model:kvscope_time_to_first_token_seconds:error_ratio_rate5m"
+    share = "model:kvscope_time_to_first_token_seconds:error_ratio_over_1_5s_rate5m"
     hold(
         program("promtool"), tmp_path, series,
         [
@@ -256,7 +256,7 @@ def test_an_engine_that_lacks_the_bound_of_an_objective_is_not_judged_and_spoils
             Expected(f"round({burn.burn('5m')}, 0.001)", 10, {own: 10.0, foreign: 10.0}),
             Expected(f'round({share}{{engine="vllm"}}, 0.001)', 10, {'{model="m",engine="vllm"}': 0.1}),
             Expected(  # what was measured is all of it
-                f'round({share.replace("error_ratio_", "")}{{engine="vllm"}}, 0.001)', 10,
+                f'round({share.replace("error_ratio_over_1_5s_", "")}{{engine="vllm"}}, 0.001)', 10,
                 {'{model="m",engine="vllm"}': 2.0, '{model="n",engine="vllm"}': 1.0},
             ),
         ],
