@@ -289,9 +289,26 @@ def memory(browser: Browser, url: str, pid: int, viewers: int, minutes: float) -
     return out
 
 
+def settled(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The samples after the first fifth of the time."""
+    return [(at, mib) for at, mib in samples if at >= samples[-1][0] / 5]
+
+
+def memory_rows(samples: list[tuple[float, float]], viewers: int, minutes: float) -> list[Row]:
+    """What is told of the resident memory."""
+    kept = [mib for _, mib in settled(samples)]
+    sixth = max(1, len(kept) // 6)
+    what = f"memory with {viewers} viewers over {minutes:g} minutes"
+    return [
+        Row(f"{what}, after a fifth (mean of a sixth of the rest)", statistics.fmean(kept[:sixth]), "MiB"),
+        Row(f"{what}, at last (mean of a sixth)", statistics.fmean(kept[-sixth:]), "MiB"),
+        Row(f"memory with {viewers} viewers, slope an hour", slope(samples)[0], "MiB"),
+    ]
+
+
 def slope(samples: list[tuple[float, float]]) -> tuple[float, float]:
     """MiB an hour after the first fifth, and its standard error with blocks of a minute as independent values."""
-    kept = [(at, mib) for at, mib in samples if at >= samples[-1][0] / 5]
+    kept = settled(samples)
     blocks: dict[int, list[float]] = {}
     for at, mib in kept:
         blocks.setdefault(int(at // 60), []).append(mib)
@@ -367,7 +384,7 @@ def report(options: Any, browser: Browser, url: str, pid: int, path: Path, least
             f"memory with {options.viewers} viewers over {options.minutes:g} min: {samples[0][1]:.0f} MiB at first, {samples[-1][1]:.0f} MiB at last, "
             f"slope {rise:.1f} ± {error:.1f} MiB an hour"
         )
-        rows.append(Row(f"memory with {options.viewers} viewers, slope an hour", rise, "MiB"))
+        rows += memory_rows(samples, options.viewers, options.minutes)
         detail["memory"] = {"samples": samples, "slope_mib_per_hour": rise, "standard_error": error}
     keep(options, rows, detail)
 
