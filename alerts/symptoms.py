@@ -11,8 +11,8 @@ from alerts.types import Alert, Recording
 from observability import catalog as c
 from observability import objectives as o
 from observability.objectives import LatencyObjective
+from observability.signals import FREE, WINDOW, Aggregate, Gauge, Not, OneMinus, Rate, Ratio, events_name
 from observability.signals import MI as _MI
-from observability.signals import WINDOW, Aggregate, Gauge, Not, OneMinus, Rate, Ratio, events_name
 
 _M = ("model",)
 _ML = ("model", "length_bucket")
@@ -67,7 +67,6 @@ PERIODIC_FLOOR = 1.0
 #: An adapter's series carry the engine that they were read from.
 _ON_MI = "on (model, instance, engine)"
 _FORWARD = {"component": ("forward_prefill", "forward_decode")}
-_ALLOCATABLE = {"state": ("free", "evictable")}
 
 
 def _sum(node: Gauge | Rate, by: tuple[str, ...] = _MI) -> Aggregate:
@@ -107,7 +106,7 @@ RECORDINGS: tuple[Recording, ...] = (
     Recording(AGE, f"time() - {Aggregate('min', Gauge(c.LAST_UPDATE, {'source': 'engine'}), _MI).promql()}"),
     Recording(
         FRAGMENTATION,
-        OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN)), _sum(Gauge(c.KV_BLOCKS, _ALLOCATABLE)), _MI)).promql(),
+        OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN)), _sum(Gauge(c.KV_BLOCKS, FREE)), _MI)).promql(),
     ),
     Recording(FALLBACKS, Ratio(_sum(Rate(c.KV_LAYOUT_FALLBACKS)), _sum(Rate(c.KV_LOOKUPS)), _MI).promql()),
     Recording(FALLBACK_RATE, _sum(Rate(c.KV_LAYOUT_FALLBACKS)).promql()),

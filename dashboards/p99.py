@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from alerts import burn, symptoms
 from dashboards.frame import frame
 from dashboards.panels import (
@@ -42,7 +44,7 @@ from dashboards.shared import (
 from observability import catalog as c
 from observability import objectives as o
 from observability.objectives import LatencyObjective
-from observability.signals import tenant_share_name
+from observability.signals import share_name, tenant_share_name
 
 BUDGET = round(1 - o.TTFT.target, 9)
 
@@ -193,9 +195,8 @@ def _quantiles(objective: LatencyObjective, title: str) -> TimeSeries:
 def latency() -> Section:
     """TTFT, ITL and request duration, how many miss their objective, and how far the quantiles can be trusted."""
 
-    def ratios(kind: str) -> list[Query]:
-        names = {x.title: f"model:{x.family.name}:{kind}_ratio_rate5m" for x in o.LATENCY_OBJECTIVES}
-        return [query(known(signal(name)), title) for title, name in names.items()]
+    def shares(name: Callable[[LatencyObjective], str], told: str = "") -> list[Query]:
+        return [query(known(signal(name(x))), x.title + told) for x in o.LATENCY_OBJECTIVES]
 
     over = lines(
         TTFT_BURN,
@@ -204,7 +205,7 @@ def latency() -> Section:
         f"bucket bound, so exact. The red line is what the objectives allow; {TTFT_BURN} compares the first-token line "
         f"with {burn.PAIRS[0].burn:g} times as much.",
         "percentunit",
-        *ratios("error"),
+        *shares(lambda x: share_name(x, ())),
         when_empty=NO_TRAFFIC,
         **limits((BUDGET, RED)),
     )
@@ -214,8 +215,8 @@ def latency() -> Section:
         "Share of measurements above the highest bucket bound (the +Inf bucket), and (first bucket) at or below the lowest. Above "
         "1 % over the top the p99 shown is a floor, not a value; near 100 % in the first bucket every quantile is a ceiling.",
         "percentunit",
-        *ratios("overflow"),
-        *(Query(expr=q.expr, legendFormat=f"{q.legendFormat}, first bucket") for q in ratios("first_bucket")),
+        *shares(lambda x: f"model:{x.family.name}:overflow_ratio_rate5m"),
+        *shares(lambda x: f"model:{x.family.name}:first_bucket_ratio_rate5m", ", first bucket"),
         when_empty=NO_TRAFFIC,
         **limits((symptoms.OVERFLOW, RED)),
     )

@@ -527,7 +527,8 @@ def _residency_signals() -> list[Signal]:
     return out
 
 
-_FREE = {"state": ("free", "evictable", c.ALLOCATABLE)}  # what external fragmentation is measured over
+#: Blocks that external fragmentation is measured over. Engines that do not tell free from cached ones (`allocatable`) tell no runs either.
+FREE = {"state": ("free", "evictable")}
 _hit = _rate(c.KV_HIT_TOKENS, *ML)
 _active = _sum(Gauge(c.KV_BLOCKS, {"state": "active"}), "model")
 _capacity = _sum(Gauge(c.KV_CAPACITY_BLOCKS), "model")
@@ -540,7 +541,7 @@ def _slots(where: Where) -> Aggregate:
     )
 
 
-_free_tokens = _slots(_FREE)
+_free_tokens = _slots({"state": (*FREE["state"], c.ALLOCATABLE)})
 
 
 def _gpu_signals() -> list[Signal]:
@@ -605,7 +606,7 @@ SIGNALS: tuple[Signal, ...] = (
     ),
     Signal(
         "model:kvscope_kv_external_fragmentation:ratio", "External fragmentation: 1 - largest free run / free blocks", "ratio",
-        OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN), "model"), _sum(Gauge(c.KV_BLOCKS, _FREE), "model"), M)), M, UNIT,
+        OneMinus(Ratio(_sum(Gauge(c.KV_LARGEST_FREE_RUN), "model"), _sum(Gauge(c.KV_BLOCKS, FREE), "model"), M)), M, UNIT,
     ),
     Signal(
         "model_region:kvscope_kv_region_usage:ratio", "Active share of each address region", "ratio",
@@ -613,7 +614,7 @@ SIGNALS: tuple[Signal, ...] = (
     ),
     Signal(
         "model_region:kvscope_kv_region_fragmentation:ratio", "External fragmentation of each address region", "ratio",
-        OneMinus(Ratio(_sum(Gauge(c.KV_REGION_FREE_RUN), *MR), _sum(Gauge(c.KV_REGION_BLOCKS, _FREE), *MR), MR)), MR, UNIT,
+        OneMinus(Ratio(_sum(Gauge(c.KV_REGION_FREE_RUN), *MR), _sum(Gauge(c.KV_REGION_BLOCKS, FREE), *MR), MR)), MR, UNIT,
     ),
     Signal("model_le:kvscope_kv_free_runs:sum", "Free runs of at most `le` blocks", "blocks", _sum(Gauge(c.KV_FREE_RUNS), "model", "le"), ("model", "le")),
     *_quantization_signals(),

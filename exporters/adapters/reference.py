@@ -21,7 +21,8 @@ cannot tell. For other engines a file of recording rules makes the same signals 
 
 prints the scrape job and the rule files for a Prometheus; the files are in `alerts/generated/adapters/`. Every series they record
 carries the label `engine`, so that one model on two engines stays two series; series of the bundled engine have no such label.
-The app and the forecasts then take each engine's as a model of its own: `m on vllm`, `m on sglang`.
+The app and the forecasts then take each engine's as a model of its own: `m on vllm`, `m on sglang`. Boards do not show the
+forecasts of such a model, and alerts on them do not know when the pool of its engine is full.
 
 - **Renames**: names of several versions and both forms of a colon (`vllm:` and `vllm_`) are read. Of one target the first that exists
   counts, so a version that exports old and new names is not counted twice.

@@ -39,16 +39,22 @@ class Siblings:
         self._mine = folder / f"kvscope-{os.getpid()}.json"
         self._others: list[Told] = []
         self._next = 0.0
+        self._known = False  # the last exchange went well
 
     def exchange(self, mine: Told) -> list[Told]:
-        """What every front end knows, this one first. Files are written and read at most twice a second. Raises OSError."""
+        """What every front end knows, this one first. Files are written and read at most twice a second. Raises OSError, and ValueError or
+        TypeError of a broken file, until an exchange goes well again: without the others nobody knows who is idle."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY_SECONDS
+            self._known = False
             written = self._mine.with_suffix(".new")
             written.write_text(json.dumps((mine.in_flight, mine.bound, list(mine.words.items()))))
             written.replace(self._mine)
             paths = set(self._mine.parent.glob("kvscope-*.json")) - {self._mine}
             self._others = [told for path in paths if (told := _read(path)) is not None]
+            self._known = True
+        elif not self._known:
+            raise OSError("the last exchange failed")
         return [mine, *self._others]
 
 

@@ -202,7 +202,8 @@ class PrometheusSource:
             model, engine = self._served(where["model"])
             out.append(_matcher("model", model))
             if engine is not None:
-                pattern = re.escape(engine) + ("|" if or_none else "")
+                told = "" in self._serving(_SEVERAL_SECONDS)[model]  # what names no engine is of kvscope's own
+                pattern = re.escape(engine) + ("|" if or_none and not told else "")
                 out.append(_matcher("engine", pattern, "=~"))
         return out
 
@@ -213,12 +214,12 @@ class PrometheusSource:
             return self._known[1]
         found: dict[str, set[str]] = {}
         end = time.time()
-        for match in (catalog.ENGINE.series, RUNNING):
-            span = {"start": f"{end - seconds:.0f}", "end": f"{end:.0f}"}
-            for labels in self._get("series", **{"match[]": match}, **span):
-                engine = labels.get("engine", "") if match == RUNNING else ""  # of an engine itself it is a rank
-                if model := labels.get("model"):
-                    found.setdefault(model, set()).add(engine)
+        span = {"start": f"{end - seconds:.0f}", "end": f"{end:.0f}"}
+        for model in self._get("label/model/values", **{"match[]": catalog.ENGINE.series}, **span):
+            found.setdefault(str(model), set()).add("")
+        for labels in self._get("series", **{"match[]": RUNNING}, **span):
+            if model := labels.get("model"):
+                found.setdefault(model, set()).add(labels.get("engine", ""))
         if seconds == _SEVERAL_SECONDS:
             self._known = (now, found)
         return found
@@ -298,7 +299,9 @@ def _frame(signal: Signal, rows: list[dict[str, Any]], at: np.ndarray, where: Ma
             beyond = sorted(n for n in names if len({row["metric"].get(n) for row in rows}) > 1)
             raise StoreError(
                 f"Prometheus has several series of {signal.name} for one: they differ in {', '.join(beyond) or 'no label'}.",
-                next_step="Read a Prometheus that holds each once; where one evaluates others' series, drop that label or let it deduplicate.",
+                next_step="Several engines served the model then: choose a later time."
+                if beyond == ["engine"]
+                else "Read a Prometheus that holds each once; where one evaluates others' series, drop that label or let it deduplicate.",
             )
         taken[at_times, series] = True
         table[at_times, series] = values

@@ -261,9 +261,10 @@ def _calibrated_target(target: InProcess, clock: VirtualClock | None) -> tuple[E
         kv_dtype=target.kv_dtype,
         prefix_caching=target.prefix_caching,
     )
-    blocks = None if target.unbounded else target.kv_blocks
+    blocks = target.engine.get("num_blocks", target.kv_blocks)
     if not target.unbounded and blocks is None:
-        blocks = CalibratedTimes(calibration, config).fit_num_blocks(config)
+        whole = _with_engine(config, target, None)
+        blocks = CalibratedTimes(calibration, whole).fit_num_blocks(whole)
         if target.max_model_len is None:
             config = _shortened(config, target, blocks)
     return calibrated_engine(calibration, _with_engine(config, target, blocks), clock=clock)

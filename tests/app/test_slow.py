@@ -48,6 +48,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, path: str, query: dict[str, list[str]]) -> Any:
         now = time.time()
+        if path == "label/model/values":
+            return ["m"]
         if path == "series":
             return [{"model": "m"}]
         if path == "rules":

@@ -263,6 +263,26 @@ def test_an_engine_that_lacks_the_bound_of_an_objective_is_not_judged_and_spoils
     )  # fmt: skip
 
 
+def test_boards_under_other_thresholds_read_what_their_rules_record(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    changed = {"ttft": 1.5, "itl": 0.25, "e2e": 45.0}
+    mine.write_text("".join(f'[[objective]]\nname = "{x}"\nthreshold_seconds = {y}\n' for x, y in changed.items()))
+    done = subprocess.run(
+        [sys.executable, "-m", "observability.cli", "generate", str(tmp_path)], capture_output=True, text=True, timeout=240,
+        env={**os.environ, objectives.ENVIRONMENT: str(mine)}, cwd=REPO,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    groups = yaml.safe_load((tmp_path / "alerts/generated/kvscope-recording.yml").read_text())["groups"]
+    recorded = {rule["record"] for group in groups for rule in group["rules"]}
+    read = set()
+    for board in (tmp_path / "dashboards/generated").glob("*.json"):
+        exprs = re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', board.read_text())
+        read |= {name for expr in exprs for name in re.findall(r"model[a-z_]*:kvscope_[a-z0-9_]+:[a-z0-9_]+", expr)}
+    assert read - recorded == set()
+    shares = {name for name in read if "error_ratio_over" in name}
+    assert {re.search(r"over_(\w+)s_rate5m", name)[1] for name in shares} == {"1_5", "0_25", "45"}  # type: ignore[index]
+
+
 def test_rules_follow_the_file_and_promtool_accepts_them(program: Callable[[str], str], tmp_path: Path) -> None:
     write_rules(EXAMPLE, tmp_path)
     rules = tmp_path / "recording.yml"

@@ -52,6 +52,8 @@ def source(
             1,
             now,
         ),
+        'ALERTS{alertname="KvscopeKVFragmented",alertstate="firing",severity="warning",model="both"}': (1, now),
+        'ALERTS{alertname="KvscopeForecastStale",alertstate="firing",severity="warning",model="m"}': (1, now),
     }
     text = tmp_path / "series.om"
     with text.open("w") as lines:
@@ -89,7 +91,13 @@ def test_each_engine_of_a_model_is_read_by_itself(source: PrometheusSource, now:
     assert source.engines("m on vllm") == source.engines("solo") == ["vllm"]
     assert source.engines("m on sglang") == ["sglang"]
     assert source.engines("both") == source.engines("bundled") == []
-    assert [fired.name for fired in source.alerts(start, now, "m on vllm")] == ["KvscopeQueueGrowing"]
+    fired = {
+        model: {each.name for each in source.alerts(start, now, model)}
+        for model in ("m on vllm", "both", "both on vllm")
+    }
+    assert fired == {
+        "m on vllm": {"KvscopeQueueGrowing", "KvscopeForecastStale"}, "both": {"KvscopeKVFragmented"}, "both on vllm": set(),
+    }  # fmt: skip
     assert source.exemplars("kvscope_request_duration_seconds", start, now, "m on vllm") == []
 
 

@@ -203,6 +203,17 @@ def test_a_folder_that_cannot_be_written_is_counted_and_raises_nothing(tmp_path:
     world.found()
     front = values(world.recorder.observed["frontend"])
     assert total(front, "kvscope_telemetry_anomalies_total", "record_error") > 0
+    for rank in ("0", "1"):  # nobody knows what the others have in flight, however often it is asked for
+        assert UPDATED not in values(world.recorder.observed[rank])
+
+
+def test_a_broken_file_of_another_front_end_is_no_sign_of_idleness(tmp_path: Path) -> None:
+    (tmp_path / "kvscope-1.json").write_text("[3, tr")
+    (tmp_path / "kvscope-7.json").write_text("[7, true, [[0, [990.0, 7]]]]")
+    world = ranks([1000.0], Siblings(tmp_path), several_processes=True)
+    world.found()
+    for rank in ("0", "1"):
+        assert UPDATED not in values(world.recorder.observed[rank])
 
 
 def test_samples_of_one_prompt_end_one_by_one() -> None:
