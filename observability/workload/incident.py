@@ -200,8 +200,8 @@ INCIDENTS: tuple[Incident, ...] = (
         "Blocks of ended requests are not given back; requests wait for the few that are left.",
         sets_in_seconds=30, shows_seconds=15, inject=_leak,
         # each takes more than half of the blocks that are left, so that one runs at a time and nobody is preempted; at most three wait,
-        # so that first tokens stay in time
-        load=Load(rate=16.0, at_once=4, shared_tokens=32, own_tokens=(66, 72), answer_tokens=(30, 41)),
+        # so that first tokens stay in time, and they come faster than a fast machine serves one at a time
+        load=Load(rate=100.0, at_once=4, shared_tokens=32, own_tokens=(66, 72), answer_tokens=(30, 41)),
     ),
     Incident(
         "fragmentation", "KvscopeKVFragmented",
