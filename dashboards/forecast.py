@@ -96,7 +96,7 @@ def likely() -> Section:
             f"{o.KV_USAGE_WARNING * 100:g} % and {o.KV_USAGE_CRITICAL * 100:g} %. Calibrated on what came of earlier chances. From "
             f"{f.LIKELY * 100:g} % for exhaustion, {PREDICTED} fires.",
         ),
-        targets=[Query(expr=_of(f.BREACH, horizon="60m"), legendFormat="{{model}} {{limit}}", instant=True)],
+        targets=[Query(expr=_of(f.BREACH, horizon="60m"), legendFormat="{{limit}} {{model}}", instant=True)],
         timeFrom=_NOW,
         unit="percentunit",
         min=0,
@@ -112,7 +112,7 @@ def likely() -> Section:
             "Time from now within which each limit is passed with a probability of 10, 50 and 90 %; 0: by now. A missing bar: the chance on the "
             "left does not reach that probability.",
         ),
-        targets=[Query(expr=signal(f.TIME_LEFT), legendFormat="{{model}} {{limit}} {{quantile}}", instant=True)],
+        targets=[Query(expr=signal(f.TIME_LEFT), legendFormat="{{limit}} {{quantile}} {{model}}", instant=True)],
         timeFrom=_NOW,
         unit="s",
         min=0,

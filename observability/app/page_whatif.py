@@ -274,7 +274,7 @@ def _answer(context: Context, job: Job) -> None:
     for column, objective in zip(st.columns(len(held)), held, strict=True):
         with column:
             ui.text_card(
-                context, f"whatif-{objective.name}", f"{objective.title}: before and after?", "percentiles, simulated", [],
+                context, f"whatif-{objective.name}", f"{objective.title}: before and after?", "simulated percentiles", [],
                 lambda _, o=objective: latency(answer, o), height=_HEIGHT,  # type: ignore[misc]
                 note="Exact quantiles over all served requests of all replicas; inter-token latency over all tokens.",
             )  # fmt: skip
